@@ -1,0 +1,403 @@
+"""Chooses the parts, joins them, and ends them in the right order. The `match` statements are the only registry."""
+
+import asyncio
+import random
+import secrets
+import ssl
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import httpx
+import structlog
+
+from inference_worker.billing.cloudevents import CroesusSink, usage_event
+from inference_worker.config.settings import Settings, warnings
+from inference_worker.disposition import RetryPolicy, Token
+from inference_worker.errors import TransportLost
+from inference_worker.health_checker import HealthChecker
+from inference_worker.listener import Listener
+from inference_worker.message_processor import MessageProcessor
+from inference_worker.messages import InferenceRequest, Reply, Usage
+from inference_worker.metrics import WorkerMetrics
+from inference_worker.metrics_buffer import MetricsBuffer
+from inference_worker.metrics_reporter import BillingDrainer, MetricsReporter, report
+from inference_worker.model_client import HttpModelClient
+from inference_worker.ops_server import OpsServer
+from inference_worker.ports import Connect, Health, Outbox, ResultStore
+from inference_worker.scraping import Gpu, ModelLoad, NotRead, scrape_gpus, scrape_model
+from inference_worker.timing import ByteBudget
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+
+MOST_HELD_BYTES: Final = 256 * 1024 * 1024
+"""Message bodies and answers in memory at once, whatever their number."""
+
+MOST_RECORDS: Final = 10_000
+SCRAPE_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outside:
+    """What a worker takes from its process: the clock and chance."""
+
+    now: Callable[[], float]
+    rng: random.Random
+
+    def new_token(self) -> Token:
+        """128 random bits; from the system's source, since two workers may share a seed but never a token."""
+        return Token(secrets.token_hex(16))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stores:
+    """Where results and unsent usage events are kept."""
+
+    results: ResultStore
+    outbox: Outbox
+
+
+class Worker:
+    """One sidecar: listener, health checker, metrics and billing reporter around the message processor."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        outside: Outside,
+        *,
+        stores: Stores,
+        connect: Connect,
+        model: HttpModelClient,
+        budget: ByteBudget,
+        metrics: WorkerMetrics,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        self._settings = settings
+        self._outside = outside
+        self._stores = stores
+        self._tls: ssl.SSLContext | bool = tls if tls is not None else True
+        self.metrics = metrics
+        self.model_health = Health("model")
+        self.store_health = Health("store")
+        self._buffer = MetricsBuffer(MOST_RECORDS, count_lost=metrics.records_lost)
+        self._started_at = outside.now()
+        self._stopping = False
+        self._scrape_said: dict[str, str] = {}
+        processor = MessageProcessor(
+            store=stores.results,
+            model=model,
+            model_health=self.model_health,
+            store_health=self.store_health,
+            metrics=metrics,
+            usage_event=self._usage_event,
+            now=outside.now,
+            new_token=outside.new_token,
+            rng=outside.rng,
+            replica_id=settings.identity.replica_id,
+            infer_path=settings.model.infer_path,
+            infer_timeout_s=settings.model.infer_timeout_s,
+            retry_statuses=settings.model.retry_status_codes,
+            slots=settings.rabbitmq.prefetch,
+            lease_s=settings.redis.claim_lease_s,
+            max_crashes=settings.rabbitmq.max_crashes,
+            store_patience_s=settings.redis.retry_delay_s,
+        )
+        self.listener = Listener(
+            connect=connect,
+            processor=processor,
+            store=stores.results,
+            store_health=self.store_health,
+            warm=model.warm,
+            policy=RetryPolicy(
+                max_retries=settings.rabbitmq.max_retries, first_delay_s=settings.rabbitmq.retry_delay_s
+            ),
+            metrics=metrics,
+            buffer=self._buffer,
+            budget=budget,
+            now=outside.now,
+            rng=outside.rng,
+            limit=settings.rabbitmq.prefetch,
+            grace_s=settings.ops.shutdown_grace_s,
+            store_patience_s=settings.redis.retry_delay_s,
+        )
+        self.model_health.watch(self._model_changed)
+        metrics.slots.set(settings.rabbitmq.prefetch)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until told to stop: then the listener drains, and only after that do the others end, billing last but one.
+
+        If any of them fails, the others are cancelled, what is in hand goes back, and the failure comes out of here.
+        """
+        for warning in warnings(self._settings):
+            log.warning(warning)
+        drained = asyncio.Event()
+        async with AsyncExitStack() as stack:
+            scraper = await stack.enter_async_context(
+                httpx.AsyncClient(trust_env=False, verify=self._tls, timeout=SCRAPE_S)
+            )
+            drainer = await self._drainer(stack)
+            if self._settings.ops.port:
+                ops = OpsServer(ready=self.ready, status=self.status, metrics=self._exposition)
+                await stack.enter_async_context(ops.serving(self._settings.ops.host, self._settings.ops.port))
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._health_checker().run(drained), name="health checker")
+                group.create_task(report(self._reporter(scraper), drainer, drained), name="metrics and billing reporter")
+                group.create_task(self._note_stopping(stop, drained), name="stop watch")
+                try:
+                    await self.listener.run(stop)
+                finally:
+                    drained.set()
+
+    # ------------------------------------------------------------ for probes and people
+
+    def ready(self) -> Mapping[str, tuple[bool, str]]:
+        """What must be true for this worker to be of use now, and what is not."""
+        linked = self.listener.transport is not None
+        return {
+            "rabbitmq": (linked, "" if linked else self.listener.link_reason or "not connected"),
+            "redis": (self.store_health.ok, "" if self.store_health.ok else self.store_health.reason),
+            "model": (self.model_health.ok, "" if self.model_health.ok else self.model_health.reason),
+            "running": (not self._stopping, "stopping" if self._stopping else ""),
+        }
+
+    def status(self) -> Mapping[str, object]:
+        """What this worker is and does, for people."""
+        identity = self._settings.identity
+        return {
+            "deployment_id": identity.deployment_id,
+            "replica_id": identity.replica_id,
+            "hf_model_id": identity.hf_model_id,
+            "queue": identity.request_queue,
+            "state": self.listener.state,
+            "suspended": dict(self.listener.suspended),
+            "in_flight": self.listener.in_flight,
+            "slots": self._settings.rabbitmq.prefetch,
+            "ready": {name: ok for name, (ok, _) in self.ready().items()},
+            "reasons": {name: why for name, (ok, why) in self.ready().items() if not ok},
+            "model_checked_at": self.model_health.checked_at,
+            "uptime_s": round(self._outside.now() - self._started_at, 1),
+        }
+
+    def _exposition(self, accept: str) -> tuple[bytes, str]:
+        self.metrics.in_flight.set(self.listener.in_flight)
+        return self.metrics.exposition(accept)
+
+    # ------------------------------------------------------------ parts
+
+    def _health_checker(self) -> HealthChecker:
+        model = self._settings.model
+        return HealthChecker(
+            self.model_health,
+            base_url=model.url_now(),
+            health_path=model.health_path,
+            hf_model_id=self._settings.identity.hf_model_id,
+            api_key=model.api_key_now,
+            now=self._outside.now,
+            interval_s=self._settings.health.interval_s,
+            failure_threshold=self._settings.health.failure_threshold,
+            verify=self._tls,
+        )
+
+    def _reporter(self, scraper: httpx.AsyncClient) -> MetricsReporter:
+        identity, settings = self._settings.identity, self._settings.metrics
+        return MetricsReporter(
+            url=settings.url_now(),
+            token=settings.service_token_now,
+            buffer=self._buffer,
+            health=self.model_health,
+            metrics=self.metrics,
+            scrape_model=lambda: self._model_load(scraper),
+            scrape_gpus=lambda: self._gpus(scraper),
+            backlog=self._ready_messages,
+            now=self._outside.now,
+            deployment_id=identity.deployment_id,
+            replica_id=identity.replica_id,
+            user_id=identity.user_id,
+            org_id=identity.org_id or "",
+            hf_model_id=identity.hf_model_id,
+            flush_interval_s=settings.flush_interval_s,
+            verify=self._tls,
+        )
+
+    async def _drainer(self, stack: AsyncExitStack) -> BillingDrainer | None:
+        url = self._settings.billing.url_now()
+        if url is None:
+            return None
+        sink = await stack.enter_async_context(CroesusSink(url, now=self._outside.now, verify=self._tls))
+        return BillingDrainer(
+            self._stores.outbox,
+            sink,
+            self.metrics,
+            rng=self._outside.rng,
+            flush_interval_s=self._settings.metrics.flush_interval_s,
+        )
+
+    def _usage_event(self, request: InferenceRequest, reply: Reply, usage: Usage) -> bytes | None:
+        if self._settings.billing.url is None:
+            return None
+        identity = self._settings.identity
+        return usage_event(
+            request,
+            reply,
+            usage,
+            deployment_id=identity.deployment_id,
+            user_id=identity.user_id,
+            org_id=identity.org_id or "",
+            hf_model_id=identity.hf_model_id,
+        )
+
+    def _model_changed(self, ok: bool, reason: str) -> None:
+        self.metrics.peer("model", ok)
+        if ok:
+            self.listener.resume_consuming("model")
+        else:
+            self.listener.suspend_consuming("model", reason)
+
+    async def _note_stopping(self, stop: asyncio.Event, drained: asyncio.Event) -> None:
+        await stop.wait()
+        self._stopping = True
+        await drained.wait()
+
+    # ------------------------------------------------------------ what the reporter asks for
+
+    async def _model_load(self, scraper: httpx.AsyncClient) -> ModelLoad | None:
+        load = await scrape_model(scraper, self._settings.vllm_metrics_url_now(), within_s=SCRAPE_S)
+        return self._or_said("model", load)
+
+    async def _gpus(self, scraper: httpx.AsyncClient) -> Sequence[Gpu]:
+        url = self._settings.metrics.dcgm_url_now()
+        if not url:
+            return ()
+        return self._or_said("GPU", await scrape_gpus(scraper, url, within_s=SCRAPE_S)) or ()
+
+    def _or_said(self, what: str, read: T | NotRead) -> T | None:
+        """What was read; of what could not be, one line per change of reason."""
+        if not isinstance(read, NotRead):
+            self._scrape_said.pop(what, None)
+            return read
+        if self._scrape_said.get(what) != read.reason:
+            self._scrape_said[what] = read.reason
+            log.warning("metrics could not be read", of=what, reason=read.reason)
+        return None
+
+    async def _ready_messages(self) -> int | None:
+        transport = self.listener.transport
+        if transport is None:
+            return None
+        try:
+            return (await transport.backlog()).ready
+        except TransportLost:
+            return None
+
+
+# ---------------------------------------------------------------- choosing
+
+
+@asynccontextmanager
+async def worker(
+    settings: Settings,
+    outside: Outside,
+    *,
+    stores: Stores | None = None,
+    connect: Callable[[ResultStore, WorkerMetrics], Connect] | None = None,
+) -> AsyncGenerator[Worker, None]:
+    """A worker with its connections; they are closed at the end. `dev` brings its own store and queue."""
+    tls = settings.tls.context()
+    metrics = WorkerMetrics()
+    budget = ByteBudget(MOST_HELD_BYTES)
+    async with AsyncExitStack() as stack:
+        model = await stack.enter_async_context(
+            HttpModelClient(
+                settings.model.url_now(),
+                now=outside.now,
+                budget=budget,
+                max_response_bytes=settings.model.max_response_bytes,
+                api_key=settings.model.api_key_now,
+                tls=tls,
+                health_path=settings.model.health_path,
+                ttft_header=settings.metrics.ttft_header,
+                tbt_header=settings.metrics.tbt_header,
+            )
+        )
+        kept_in = stores if stores is not None else await stack.enter_async_context(redis_stores(settings))
+        open_queue = connect or rabbitmq_queue(settings, outside, tls)
+        yield Worker(
+            settings,
+            outside,
+            stores=kept_in,
+            connect=open_queue(kept_in.results, metrics),
+            model=model,
+            budget=budget,
+            metrics=metrics,
+            tls=tls,
+        )
+
+
+@asynccontextmanager
+async def redis_stores(settings: Settings) -> AsyncGenerator[Stores, None]:
+    """Results and outbox in Redis."""
+    from inference_worker.redis_scripts import RedisLink, RedisTls
+    from inference_worker.results.redis import RedisOutbox, RedisStore
+
+    identity, redis, tls = settings.identity, settings.redis, settings.tls
+    link = RedisLink(
+        redis.url_now,
+        lambda: None,
+        client_name=_client_name(settings),
+        tls=RedisTls(ca_file=tls.ca_file, cert_file=tls.cert_file, key_file=tls.key_file),
+    )
+    async with link.open():
+        yield Stores(
+            results=RedisStore(
+                link,
+                deployment_id=identity.deployment_id,
+                replica_id=identity.replica_id,
+                lease_s=redis.claim_lease_s,
+                ttl_s=redis.response_ttl_s,
+            ),
+            outbox=RedisOutbox(link, deployment_id=identity.deployment_id, replica_id=identity.replica_id),
+        )
+
+
+def rabbitmq_queue(
+    settings: Settings, outside: Outside, tls: ssl.SSLContext | None
+) -> Callable[[ResultStore, WorkerMetrics], Connect]:
+    """The request queue in RabbitMQ."""
+    from inference_worker.rmq_listener import RabbitMQ, Topology
+
+    rabbitmq, identity = settings.rabbitmq, settings.identity
+
+    def connect(store: ResultStore, metrics: WorkerMetrics) -> Connect:
+        return RabbitMQ(
+            url=rabbitmq.url_now,
+            topology=Topology(
+                queue=identity.request_queue,
+                dead_letter_exchange=rabbitmq.dlx,
+                dead_letter_queue=rabbitmq.dlq,
+                dead_letter_routing_key=rabbitmq.dlx_routing_key,
+                queue_type=rabbitmq.queue_type,
+                delivery_limit=rabbitmq.delivery_limit,
+            ),
+            store=store,
+            metrics=metrics,
+            name=f"{identity.deployment_id}/{identity.replica_id}",
+            tls=tls,
+            now=outside.now,
+        ).connect
+
+    return connect
+
+
+def _client_name(settings: Settings) -> str:
+    """A name that CLIENT SETNAME takes: no spaces, nothing outside of ASCII."""
+    name = f"inference-worker/{settings.identity.deployment_id}/{settings.identity.replica_id}"
+    return "".join(c if "!" <= c <= "~" else "_" for c in name)[:200]
+
+
+async def run_worker(settings: Settings, outside: Outside, stop: asyncio.Event) -> None:
+    """The `run` command: until told to stop."""
+    async with worker(settings, outside) as sidecar:
+        await sidecar.run(stop)
+

@@ -1,0 +1,1 @@
+"""Usage events, and the receiver that takes them."""

@@ -1,0 +1,1 @@
+"""The configuration: what a variable may hold (`values`), and all of them (`settings`)."""

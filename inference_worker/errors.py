@@ -1,0 +1,85 @@
+"""Every exception of ours, one tree a neighbour. Expected answers are values, not exceptions.
+
+InferenceWorkerError
+├── ConfigurationError         the environment: all problems at once
+├── MalformedRequest           the message cannot be read as a request
+├── TransportLost              the broker: this connection is over, open a new one
+├── QueueFull                  the queue takes no more for now
+├── StoreUnavailable           the result store cannot be asked now; outcome unknown
+├── ModelFailure               the model gave no usable answer
+│   ├── ModelGone              refused, reset, DNS: nobody is there
+│   ├── ModelCut               it answered, and stopped in the middle
+│   ├── ModelSlow              the time for a call has passed
+│   └── BadResponse            it answered what cannot be stored as an answer
+└── SinkUnavailable            metric server or billing cannot take it now
+"""
+
+
+class InferenceWorkerError(Exception):
+    """Whatever we raise on purpose."""
+
+
+class ConfigurationError(InferenceWorkerError):
+    """The configuration is missing something or has something wrong; `problems` has one line for each."""
+
+    def __init__(self, problems: tuple[str, ...]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class MalformedRequest(InferenceWorkerError):
+    """A message that is no request; trying again cannot help."""
+
+    def __init__(self, reason: str, request_id: str | None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.request_id = request_id
+        """The id to answer under, where one could be read."""
+
+
+class TransportLost(InferenceWorkerError):
+    """The connection to the broker is over, and with it the right to settle what came over it."""
+
+
+class QueueFull(InferenceWorkerError):
+    """The queue takes no more messages for now."""
+
+
+class StoreUnavailable(InferenceWorkerError):
+    """The result store gave no answer. What was asked may have been done, or may be done later."""
+
+
+class ModelFailure(InferenceWorkerError):
+    """The call to the model ended without a usable answer."""
+
+
+class ModelGone(ModelFailure):
+    """Connection refused or reset, or the name did not resolve."""
+
+
+class ModelCut(ModelFailure):
+    """Protocol error, or an answer that stopped before its end."""
+
+
+class ModelSlow(ModelFailure):
+    """The time limit of the call has passed; the connection was closed."""
+
+
+class BadResponse(ModelFailure):
+    """An answer that is whole and cannot be stored: no JSON, too large, a redirect, an error event in a stream."""
+
+    def __init__(self, reason: str, status_code: int | None = None) -> None:
+        super().__init__(reason)
+        self.status_code = status_code
+        """What the model said of it: the HTTP status, or the `code` of an error event."""
+
+
+class SinkUnavailable(InferenceWorkerError):
+    """A metric server or billing receiver cannot take the batch now.
+
+    `retry_after_s` is what it asked for, if it did.
+    """
+
+    def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s

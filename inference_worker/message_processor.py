@@ -1,0 +1,473 @@
+"""From a delivery to an outcome: decode, join, deadline, slot, claim, model.
+
+The steps are those of `docs/design/delivery.md`, section 3. What becomes of the message is not decided here
+(`disposition.py`), nor carried out (the transport); a `Job` is what one delivery holds meanwhile.
+"""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Final, Protocol, TypeVar
+
+import structlog
+
+from inference_worker.disposition import (
+    Answered,
+    Concluded,
+    Failed,
+    Fault,
+    Hold,
+    Interrupted,
+    Malformed,
+    NotStored,
+    Outcome,
+    Superseded,
+    Token,
+)
+from inference_worker.errors import (
+    BadResponse,
+    MalformedRequest,
+    ModelCut,
+    ModelFailure,
+    ModelGone,
+    ModelSlow,
+    StoreUnavailable,
+)
+from inference_worker.messages import (
+    ErrorCode,
+    InferenceRequest,
+    Reply,
+    Timings,
+    Usage,
+    decode,
+    error_text,
+    usage_of,
+    whole_json,
+)
+from inference_worker.metrics import WorkerMetrics
+from inference_worker.ports import (
+    AlreadyAnswered,
+    Answer,
+    BelowFloor,
+    Claimed,
+    ClaimLost,
+    Delivery,
+    Health,
+    ModelClient,
+    Renewed,
+    ResultStore,
+    RunningElsewhere,
+)
+from inference_worker.timing import ended, first_of, stopped_within
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+
+LONGEST_WAIT_S: Final = 600.0
+"""How long a message waits for another runner before it is handed back; the broker's own limit is 30 minutes."""
+
+LOOK_S: Final = 1.0
+"""How often a waiting message looks whether its runner is still there."""
+
+HEALTH_LOOK_S: Final = 5.0
+"""How long a failed call waits for a look at the model's health before its copy is published."""
+
+
+class UsageEvent(Protocol):
+    """Makes a billing event; None where nothing is billed."""
+
+    def __call__(self, request: InferenceRequest, reply: Reply, usage: Usage) -> bytes | None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """What one delivery holds here, from its arrival until it is settled."""
+
+    delivery: Delivery
+    request: InferenceRequest | None = None
+    hold: Hold | None = None
+    """The claim that is renewed while the job lasts."""
+    call: asyncio.Task[Answer] | None = None
+    ended_call_because: AlreadyAnswered | ClaimLost | Interrupted | None = None
+    has_slot: bool = False
+    registered: bool = False
+    waits_until: float | None = None
+    """Loop time at which a waiting message is handed back."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the job is settled: who joined it goes on then."""
+
+    def end_call(self, because: AlreadyAnswered | ClaimLost | Interrupted) -> None:
+        """Close the call that is running, if one is."""
+        if self.call is not None and not self.call.done():
+            self.ended_call_because = because
+            self.call.cancel()
+
+
+class MessageProcessor:
+    """Runs requests: at most `slots` calls at once, at most one for each request."""
+
+    def __init__(
+        self,
+        *,
+        store: ResultStore,
+        model: ModelClient,
+        model_health: Health,
+        store_health: Health,
+        metrics: WorkerMetrics,
+        usage_event: UsageEvent,
+        now: Callable[[], float],
+        new_token: Callable[[], Token],
+        rng: random.Random,
+        replica_id: str,
+        infer_path: str,
+        infer_timeout_s: float,
+        retry_statuses: frozenset[int],
+        slots: int,
+        lease_s: float,
+        max_crashes: int,
+        store_patience_s: float,
+    ) -> None:
+        self._store = store
+        self._model = model
+        self._model_health = model_health
+        self._store_health = store_health
+        self._metrics = metrics
+        self._usage_event = usage_event
+        self._now = now
+        self._new_token = new_token
+        self._rng = rng
+        self._replica_id = replica_id
+        self._infer_path = infer_path
+        self._infer_timeout_s = infer_timeout_s
+        self._retry_statuses = retry_statuses
+        self._lease_s = lease_s
+        self._max_crashes = max_crashes
+        self._store_patience_s = store_patience_s
+        self._free_slots = slots
+        self._slot_freed = asyncio.Event()
+        self._jobs: dict[str, Job] = {}
+        """By request id: what runs here, or is about to."""
+        self._stopping = asyncio.Event()
+        self._grace_over = False
+
+    # ------------------------------------------------------------ for the listener
+
+    async def process(self, job: Job) -> Outcome:
+        """Bring a delivery to an outcome. Ends early once the delivery is lost before its call, or on `stop`."""
+        job.hold = None  # One that was lost on an earlier round must not be renewed while this one waits.
+        try:
+            request = job.request or decode(
+                job.delivery.body,
+                message_id=job.delivery.message_id,
+                infer_path=self._infer_path,
+                now=self._now(),
+            )
+        except MalformedRequest as exc:
+            return Malformed(reason=exc.reason, reply=self._invalid(exc, job))
+        job.request = request
+        loop = asyncio.get_running_loop()
+        if job.waits_until is None:
+            job.waits_until = loop.time() + LONGEST_WAIT_S
+        while True:
+            if (early := await self._join(job, request)) is not None:
+                return early
+            if self._now() >= request.deadline:
+                hold = Hold(request.request_id, self._new_token())
+                return Concluded(reply=self._failure(job, 408, "expired", EXPIRED), hold=hold)
+            if (early := await self._take_slot(job)) is not None:
+                return early
+            outcome = await self._claim_and_call(job, request)
+            if isinstance(outcome, RunningElsewhere):
+                self._give_slot(job)
+                if (early := await self._wait_for_runner(job, outcome)) is not None:
+                    return early
+            elif outcome is not None:
+                return outcome
+
+    def stop(self) -> None:
+        """Have everything handed back that has not begun; running calls go on."""
+        self._stopping.set()
+
+    def interrupt(self) -> None:
+        """Close the calls that run: their grace is over."""
+        self._grace_over = True
+        for job in list(self._jobs.values()):
+            job.end_call(Interrupted(reason="told to stop, and the grace is over", hold=job.hold))
+
+    def forget(self, job: Job) -> None:
+        """The job is settled, or given up: free what it holds."""
+        self._give_slot(job)
+        if job.registered and job.request is not None:
+            del self._jobs[job.request.request_id]
+            job.registered = False
+        job.over.set()
+
+    async def renew_leases(self, until: asyncio.Event) -> None:
+        """Keep every claim of this process alive: three times a lease, all in one go."""
+        while not await stopped_within(until, self._lease_s / 3):
+            held = [job for job in self._jobs.values() if job.hold is not None]
+            if held:
+                await asyncio.gather(*(self._renew_quietly(job) for job in held))
+
+    # ------------------------------------------------------------ the steps
+
+    async def _join(self, job: Job, request: InferenceRequest) -> Outcome | None:
+        """Wait while this process runs the request already; then be the one that does."""
+        while not job.registered:
+            running = self._jobs.get(request.request_id)
+            if running is None:
+                self._jobs[request.request_id] = job
+                job.registered = True
+                break
+            self._metrics.joined()
+            await first_of(running.over, job.delivery.lost, self._stopping, within_s=self._wait_left_s(job))
+            if (early := self._may_not_wait(job)) is not None:
+                return early
+        return None
+
+    async def _take_slot(self, job: Job) -> Outcome | None:
+        while self._free_slots == 0 and not job.has_slot:
+            self._slot_freed.clear()
+            await first_of(self._slot_freed, job.delivery.lost, self._stopping, within_s=self._wait_left_s(job))
+            if (early := self._may_not_wait(job)) is not None:
+                return early
+        if (early := self._may_not_wait(job)) is not None:
+            return early
+        if not job.has_slot:
+            self._free_slots -= 1
+            job.has_slot = True
+        return None
+
+    def _give_slot(self, job: Job) -> None:
+        if job.has_slot:
+            job.has_slot = False
+            self._free_slots += 1
+            self._slot_freed.set()
+
+    async def _claim_and_call(self, job: Job, request: InferenceRequest) -> Outcome | RunningElsewhere | None:
+        """Claim, then call. None: the claim went to another on the way; begin again."""
+        hold = Hold(request.request_id, self._new_token())
+        asked_at = asyncio.get_running_loop().time()
+        claim = await self._ask_store(
+            lambda: self._store.claim(request.request_id, job.delivery.attempts, hold.token, request.deadline),
+            job,
+            hold,
+        )
+        match claim:
+            case AlreadyAnswered(reply=known):
+                return Answered(reply=known)
+            case BelowFloor():
+                return Superseded()
+            case RunningElsewhere():
+                return claim
+            case NotStored() | Interrupted():
+                return claim
+            case Claimed(starts=starts):
+                if starts > self._max_crashes:
+                    text = f"its workers died {starts - 1} times while running it"
+                    return Concluded(reply=self._failure(job, 500, "poison", text), hold=hold)
+        job.hold = hold
+        if job.delivery.lost.is_set():
+            return Interrupted(reason="the delivery was lost before its call", hold=hold)
+        if asyncio.get_running_loop().time() - asked_at > self._lease_s / 3:
+            renewal = await self._ask_store(lambda: self._store.renew(request.request_id, hold.token), job, hold)
+            match renewal:
+                case AlreadyAnswered(reply=known):
+                    return Answered(reply=known)
+                case ClaimLost():
+                    job.hold = None
+                    return None
+                case NotStored() | Interrupted():
+                    return renewal
+                case Renewed():
+                    pass
+        return await self._call(job, request, hold)
+
+    async def _call(self, job: Job, request: InferenceRequest, hold: Hold) -> Outcome | None:
+        """Call the model. None: the claim was lost meanwhile, and there is no answer."""
+        if self._grace_over:
+            return Interrupted(reason="told to stop", hold=hold)
+        begun = self._now()
+        left_s = request.deadline - begun
+        timeout_s = min(self._infer_timeout_s, left_s)
+        if timeout_s <= 0:
+            return Concluded(reply=self._failure(job, 408, "expired", EXPIRED), hold=hold)
+        job.ended_call_because = None
+        job.call = asyncio.create_task(
+            self._model.infer(
+                endpoint=request.endpoint,
+                payload=request.payload,
+                stream=request.stream,
+                request_id=request.request_id,
+                timeout_s=timeout_s,
+            )
+        )
+        try:
+            await asyncio.wait([job.call])
+        finally:
+            if not job.call.done():
+                await ended(job.call)
+        model_s = self._now() - begun
+        queue_s = max(begun - request.received_at, 0.0)
+        timings = Timings(queue_s=queue_s, model_s=model_s)
+        if job.call.cancelled():
+            match job.ended_call_because:
+                case AlreadyAnswered(reply=known):
+                    return Answered(reply=known)
+                case ClaimLost():
+                    job.hold = None
+                    return None
+                case Interrupted() as interrupted:
+                    return interrupted
+                case None:
+                    return Interrupted(reason="the call was cancelled", hold=hold)
+        try:
+            answer = job.call.result()
+        except ModelSlow as exc:
+            if left_s <= self._infer_timeout_s:
+                text = f"the deadline passed while the model was working ({timeout_s:g} s)"
+                return Concluded(reply=self._failure(job, 408, "deadline_exceeded", text, timings), hold=hold)
+            return self._failed(job, Fault.SLOW, str(exc), hold, timings)
+        except BadResponse as exc:
+            if exc.status_code in self._retry_statuses:
+                return self._failed(job, Fault.STATUS, str(exc), hold, timings)
+            return Concluded(reply=self._failure(job, 502, "bad_response", str(exc), timings), hold=hold)
+        except ModelFailure as exc:
+            # Asked before the copy is published: with the model gone, this worker must not burn all retries by itself.
+            await self._model_health.check_now(HEALTH_LOOK_S)
+            gone = isinstance(exc, ModelGone) or not isinstance(exc, ModelCut)
+            return self._failed(job, Fault.GONE if gone else Fault.CUT, str(exc), hold, timings)
+        return self._judge(job, request, answer, hold, timings)
+
+    def _judge(self, job: Job, request: InferenceRequest, answer: Answer, hold: Hold, timings: Timings) -> Outcome:
+        status = answer.status_code
+        timings = Timings(queue_s=timings.queue_s, model_s=timings.model_s, ttft_s=answer.ttft_s, tbt_s=answer.tbt_s)
+        if status in self._retry_statuses:
+            text = error_text(answer.body, answer.reason)
+            return self._failed(job, Fault.STATUS, f"{status}: {text}", hold, timings, answer.retry_after_s)
+        if 200 <= status < 300:
+            if answer.body and not whole_json(answer.body):
+                text = f"the model answered {status} with a body that is not JSON ({len(answer.body)} bytes)"
+                return Concluded(reply=self._failure(job, 502, "bad_response", text, timings), hold=hold)
+            reply = self._reply(job, status, timings, result=answer.body or None)
+            usage = (usage_of(answer.body) if answer.body else None) or answer.usage
+            event = self._usage_event(request, reply, usage) if usage is not None else None
+            return Concluded(reply=reply, usage=usage, usage_event=event, hold=hold)
+        if status >= 400:
+            text = error_text(answer.body, answer.reason)
+            return Concluded(reply=self._failure(job, status, "model_error", text, timings), hold=hold)
+        text = f"the model answered {status} {answer.reason}, which is no answer"
+        return Concluded(reply=self._failure(job, 502, "bad_response", text, timings), hold=hold)
+
+    async def _wait_for_runner(self, job: Job, runner: RunningElsewhere) -> Outcome | None:
+        self._metrics.waiting_elsewhere(+1)
+        try:
+            within_s = min(runner.left_s + self._rng.uniform(0.01, 0.1), LOOK_S, self._wait_left_s(job))
+            await first_of(job.delivery.lost, self._stopping, within_s=within_s)
+        finally:
+            self._metrics.waiting_elsewhere(-1)
+        return self._may_not_wait(job)
+
+    def _may_not_wait(self, job: Job) -> Outcome | None:
+        """Why a message that has not begun must go back, if it must."""
+        if job.delivery.lost.is_set():
+            return Interrupted(reason="the delivery was lost")
+        if self._stopping.is_set():
+            return Interrupted(reason="told to stop before it began")
+        if self._wait_left_s(job) <= 0:
+            return Interrupted(reason=f"waited {LONGEST_WAIT_S:g} s for its turn")
+        return None
+
+    def _wait_left_s(self, job: Job) -> float:
+        assert job.waits_until is not None
+        return max(job.waits_until - asyncio.get_running_loop().time(), 0.0)
+
+    # ------------------------------------------------------------ the store
+
+    async def _ask_store(self, ask: Callable[[], Awaitable[T]], job: Job, hold: Hold) -> T | NotStored | Interrupted:
+        """Ask again, with the same token, for as long as we may hold the message."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._store_patience_s
+        while True:
+            try:
+                return await ask()
+            except StoreUnavailable as exc:
+                self._store_health.report(False, str(exc))
+            left_s = until - loop.time()
+            if left_s <= 0:
+                return NotStored(hold=hold)
+            await first_of(job.delivery.lost, self._stopping, within_s=min(LOOK_S, left_s))
+            if job.delivery.lost.is_set() or self._stopping.is_set():
+                return Interrupted(reason="the store did not answer", hold=hold)
+
+    async def _renew_quietly(self, job: Job) -> None:
+        assert job.hold is not None
+        hold = job.hold
+        try:
+            renewal = await self._store.renew(hold.request_id, hold.token)
+        except StoreUnavailable as exc:
+            self._store_health.report(False, str(exc))  # The call goes on: its answer is kept.
+            return
+        if not isinstance(renewal, Renewed) and job.hold is hold:
+            job.end_call(renewal)
+
+    # ------------------------------------------------------------ replies
+
+    def _failed(
+        self,
+        job: Job,
+        fault: Fault,
+        detail: str,
+        hold: Hold,
+        timings: Timings,
+        retry_after_s: float | None = None,
+    ) -> Failed:
+        text = f"{fault.value}, {job.delivery.attempts + 1} times tried: {detail}"
+        reply = self._failure(job, 500, "retries_exhausted", text, timings)
+        return Failed(fault=fault, detail=detail, hold=hold, reply=reply, retry_after_s=retry_after_s)
+
+    def _failure(self, job: Job, status_code: int, code: ErrorCode, text: str, timings: Timings | None = None) -> Reply:
+        return self._reply(job, status_code, timings or Timings(), error=text, error_code=code)
+
+    def _reply(
+        self,
+        job: Job,
+        status_code: int,
+        timings: Timings,
+        *,
+        result: bytes | None = None,
+        error: str | None = None,
+        error_code: ErrorCode | None = None,
+    ) -> Reply:
+        assert job.request is not None
+        return Reply(
+            request_id=job.request.request_id,
+            status="completed" if error_code is None else "failed",
+            status_code=status_code,
+            attempt=job.delivery.attempts,
+            replica_id=self._replica_id,
+            received_at=job.request.received_at,
+            finished_at=self._now(),
+            timings=timings,
+            result=result,
+            error=error,
+            error_code=error_code,
+        )
+
+    def _invalid(self, exc: MalformedRequest, job: Job) -> Reply | None:
+        if exc.request_id is None:
+            return None
+        return Reply(
+            request_id=exc.request_id,
+            status="failed",
+            status_code=400,
+            attempt=job.delivery.attempts,
+            replica_id=self._replica_id,
+            finished_at=self._now(),
+            error=exc.reason,
+            error_code="invalid_request",
+        )
+
+
+EXPIRED: Final = "the deadline had passed before a worker could begin"

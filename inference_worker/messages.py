@@ -1,0 +1,370 @@
+"""What a requester writes and what a requester gets, as values and as bytes.
+
+Payload and result are sliced out of the bytes and put back, never decoded and encoded again: they are not ours to
+change. Nothing here knows of a broker, a store or a model.
+"""
+
+import math
+import unicodedata
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import msgspec
+
+from inference_worker.errors import MalformedRequest
+
+CHAT_COMPLETIONS: Final = "/v1/chat/completions"
+ENDPOINTS: Final = (CHAT_COMPLETIONS, "/v1/completions", "/v1/embeddings")
+"""The paths that a request may name for itself, besides the configured one."""
+
+CLOCK_SKEW_S: Final = 60.0
+"""How far ahead of our clock a producer's may be before its `received_at` is not believed."""
+
+LONGEST_TIMEOUT_S: Final = 30 * 86_400.0
+LONGEST_REQUEST_ID_BYTES: Final = 512
+
+Status = Literal["completed", "failed"]
+ErrorCode = Literal[
+    "invalid_request",
+    "expired",
+    "deadline_exceeded",
+    "cancelled",
+    "model_error",
+    "bad_response",
+    "retries_exhausted",
+    "poison",
+]
+ERROR_CODES: Final[tuple[ErrorCode, ...]] = (
+    "invalid_request",
+    "expired",
+    "deadline_exceeded",
+    "cancelled",
+    "model_error",
+    "bad_response",
+    "retries_exhausted",
+    "poison",
+)
+DEAD_LETTERED: Final = frozenset({"retries_exhausted", "poison"})
+"""The failures whose message belongs into the dead letters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceRequest:
+    """One request, as its producer wrote it."""
+
+    request_id: str
+    received_at: float
+    """Unix seconds, by the producer's clock."""
+    timeout_s: float
+    deadline: float
+    """Unix seconds after which nobody waits for the answer."""
+    payload: bytes
+    """The JSON object for the model, as the bytes that came (a streamed one asks for its usage, too)."""
+    endpoint: str
+    stream: bool
+    tenant: str | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens that one answer used."""
+
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+    cached_input_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Where the time went, in seconds; None where it is not known."""
+
+    queue_s: float | None = None
+    model_s: float | None = None
+    ttft_s: float | None = None
+    """To the first token."""
+    tbt_s: float | None = None
+    """Between two tokens, on average."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """A terminal result. `result` is raw JSON; None with `error` unset stands for JSON null."""
+
+    request_id: str
+    status: Status
+    status_code: int
+    attempt: int
+    """0 for the first."""
+    replica_id: str
+    finished_at: float
+    result: bytes | None = None
+    error: str | None = None
+    error_code: ErrorCode | None = None
+    received_at: float | None = None
+    timings: Timings = field(default_factory=Timings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownReply:
+    """What one needs to know of a terminal result that was there before us."""
+
+    status: Status
+    status_code: int
+    attempt: int = 0
+    error_code: str | None = None
+
+
+def usable_id(value: object) -> bool:
+    """Whether `value` can name a request: 1 to 512 bytes of UTF-8 without control characters."""
+    if not isinstance(value, str) or not value:
+        return False
+    try:
+        size_bytes = len(value.encode())
+    except UnicodeEncodeError:  # A lone surrogate.
+        return False
+    return size_bytes <= LONGEST_REQUEST_ID_BYTES and not any(unicodedata.category(c) == "Cc" for c in value)
+
+
+def decode(body: bytes, *, message_id: str | None, infer_path: str, now: float) -> InferenceRequest:
+    """Read a message's body.
+
+    Raises:
+        MalformedRequest: with the field that is wrong, what came and what is accepted.
+    """
+    fallback = message_id if usable_id(message_id) else None
+    fields = _object(body, "the message", fallback)
+    request_id = _decoded(fields.get("request_id"))
+    if not isinstance(request_id, str) or not usable_id(request_id):
+        raise MalformedRequest(
+            "request_id must be a string of 1 to 512 bytes of UTF-8 without control characters", fallback
+        )
+    received_at = _number(fields, "received_at", request_id)
+    timeout_s = _number(fields, "timeout_s", request_id)
+    if timeout_s <= 0:
+        raise MalformedRequest(f"timeout_s must be above 0, got {timeout_s:g}", request_id)
+    if "payload" not in fields:
+        raise MalformedRequest("payload is missing: a JSON object is expected", request_id)
+    payload = bytes(fields["payload"])
+    parts = _object(payload, "payload", request_id)
+    stream = bytes(parts.get("stream", b"")) == b"true"
+    return InferenceRequest(
+        request_id=request_id,
+        received_at=received_at,
+        timeout_s=timeout_s,
+        deadline=min(received_at, now + CLOCK_SKEW_S) + min(timeout_s, LONGEST_TIMEOUT_S),
+        payload=_with_usage(payload, parts) if stream else payload,
+        endpoint=_endpoint(fields, infer_path, request_id),
+        stream=stream,
+        tenant=_tenant(fields, request_id),
+        metadata=_metadata(fields, request_id),
+    )
+
+
+def encode_request(
+    *,
+    request_id: str,
+    received_at: float,
+    timeout_s: float,
+    payload: bytes,
+    endpoint: str | None = None,
+    metadata: dict[str, str] | None = None,
+    tenant: str | None = None,
+) -> bytes:
+    """Write a message's body, as a producer does."""
+    body: dict[str, object] = {
+        "request_id": request_id,
+        "received_at": received_at,
+        "timeout_s": timeout_s,
+        "payload": msgspec.Raw(payload),
+    }
+    if endpoint is not None:
+        body["endpoint"] = endpoint
+    if metadata:
+        body["metadata"] = metadata
+    if tenant is not None:
+        body["tenant"] = tenant
+    return msgspec.json.encode(body)
+
+
+def encode_reply(reply: Reply) -> bytes:
+    """Write a terminal result: the keys of the first source first, ours after them."""
+    body: dict[str, object] = {"status": reply.status, "status_code": reply.status_code}
+    if reply.status == "completed":
+        body["result"] = msgspec.Raw(b"null" if reply.result is None else reply.result)
+    else:
+        body["error"] = reply.error or ""
+    body["request_id"] = reply.request_id
+    body["attempt"] = reply.attempt
+    body["replica_id"] = reply.replica_id
+    if reply.received_at is not None:
+        body["received_at"] = reply.received_at
+    body["finished_at"] = reply.finished_at
+    body["timings"] = {
+        name: round(value, 6)
+        for name in ("queue_s", "model_s", "ttft_s", "tbt_s")
+        if (value := getattr(reply.timings, name)) is not None
+    }
+    if reply.error_code is not None:
+        body["error_code"] = reply.error_code
+    return msgspec.json.encode(body)
+
+
+def known_reply(stored: bytes) -> KnownReply:
+    """Read of a stored result what `KnownReply` says; a foreign or damaged one counts as what it looks like."""
+    try:
+        seen = msgspec.json.decode(stored, type=_Stored)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return KnownReply(
+            status="completed" if stored.startswith(b'{"status":"completed"') else "failed", status_code=0
+        )
+    return KnownReply(
+        status="completed" if seen.status == "completed" else "failed",
+        status_code=seen.status_code,
+        attempt=seen.attempt,
+        error_code=seen.error_code,
+    )
+
+
+def whole_json(body: bytes) -> bool:
+    """Whether `body` is one complete JSON text in UTF-8."""
+    try:
+        body.decode()
+        msgspec.json.decode(body, type=msgspec.Raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
+
+
+def usage_of(result: bytes) -> Usage | None:
+    """The tokens that an OpenAI-shaped answer says it used, or None where it says none."""
+    try:
+        usage = msgspec.json.decode(result, type=_WithUsage).usage
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
+    if usage is None:
+        return None
+    prompt, completion = max(usage.prompt_tokens or 0, 0), max(usage.completion_tokens or 0, 0)
+    total = max(usage.total_tokens or 0, prompt + completion)
+    if total == 0:
+        return None
+    details = usage.prompt_tokens_details
+    cached = max(details.cached_tokens or 0, 0) if details is not None else 0
+    return Usage(input_tokens=prompt, output_tokens=completion, total_tokens=total, cached_input_tokens=cached)
+
+
+def error_text(body: bytes, reason: str) -> str:
+    """What a failed answer says for itself.
+
+    `error.message`, else `message`, else `detail`, else the first 1,000 characters of the body, else the reason phrase.
+    """
+    try:
+        said = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        said = None
+    if isinstance(said, dict):
+        error = said.get("error")
+        nested = error.get("message") if isinstance(error, dict) else error
+        for text in (nested, said.get("message"), said.get("detail")):
+            if isinstance(text, str) and text:
+                return text
+        if isinstance(said.get("detail"), list):
+            return msgspec.json.encode(said["detail"]).decode()[:1000]
+    return body.decode(errors="replace").strip()[:1000] or reason
+
+
+class _Stored(msgspec.Struct):
+    status: str
+    status_code: int = 0
+    attempt: int = 0
+    error_code: str | None = None
+
+
+class _TokenDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    total_tokens: int | None = None
+    prompt_tokens_details: _TokenDetails | None = None
+
+
+class _WithUsage(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+def _object(body: bytes, what: str, request_id: str | None) -> dict[str, msgspec.Raw]:
+    try:
+        body.decode()
+        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except UnicodeDecodeError as exc:
+        raise MalformedRequest(f"{what} must be UTF-8: {exc.reason} at byte {exc.start}", request_id) from exc
+    except msgspec.ValidationError as exc:
+        raise MalformedRequest(f"{what} must be a JSON object: {exc}", request_id) from exc
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise MalformedRequest(f"{what} must be JSON: {exc}", request_id) from exc
+
+
+def _decoded(raw: msgspec.Raw | None) -> object:
+    if raw is None:
+        return None
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
+
+
+def _number(fields: dict[str, msgspec.Raw], name: str, request_id: str) -> float:
+    value = _decoded(fields.get(name))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise MalformedRequest(f"{name} must be a finite number of seconds", request_id)
+    try:
+        seconds = float(value)
+    except OverflowError:
+        seconds = math.inf
+    if not math.isfinite(seconds):
+        raise MalformedRequest(f"{name} must be a finite number of seconds", request_id)
+    return seconds
+
+
+def _endpoint(fields: dict[str, msgspec.Raw], infer_path: str, request_id: str) -> str:
+    if "endpoint" not in fields:
+        return infer_path
+    endpoint = _decoded(fields["endpoint"])
+    accepted = (infer_path, *(path for path in ENDPOINTS if path != infer_path))
+    if endpoint not in accepted:
+        raise MalformedRequest(f"endpoint must be one of {', '.join(accepted)}", request_id)
+    return str(endpoint)
+
+
+def _tenant(fields: dict[str, msgspec.Raw], request_id: str) -> str | None:
+    if "tenant" not in fields:
+        return None
+    tenant = _decoded(fields["tenant"])
+    if not isinstance(tenant, str):
+        raise MalformedRequest("tenant must be a string; leave it out where there is none", request_id)
+    return tenant
+
+
+def _metadata(fields: dict[str, msgspec.Raw], request_id: str) -> dict[str, str]:
+    if "metadata" not in fields:
+        return {}
+    metadata = _decoded(fields["metadata"])
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise MalformedRequest("metadata must be an object whose values are strings", request_id)
+    return metadata
+
+
+def _with_usage(payload: bytes, parts: dict[str, msgspec.Raw]) -> bytes:
+    """A streamed request that does not say whether it wants its usage gets asked for it: we bill by it."""
+    try:
+        options = msgspec.json.decode(parts.get("stream_options", b"null"), type=dict[str, msgspec.Raw] | None) or {}
+    except msgspec.MsgspecError:
+        return payload  # Not an object: the model will say so better than we.
+    if "include_usage" in options:
+        return payload
+    options["include_usage"] = msgspec.Raw(b"true")
+    return msgspec.json.encode({**parts, "stream_options": options})

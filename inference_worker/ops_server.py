@@ -1,0 +1,103 @@
+"""The worker's own HTTP port: probes, metrics, and a page for people. It asks nobody and only says what is known.
+
+`/livez` depends on no neighbour, or an outage would restart the fleet.
+"""
+
+import errno
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Final
+
+import msgspec
+from aiohttp import web
+
+CLOSE_S: Final = 1.0
+"""How long requests that are under way may take at the end."""
+
+Conditions = Mapping[str, tuple[bool, str]]
+"""By name: whether it is met, and why not."""
+
+
+class OpsServer:
+    """Answers from what the callables say, which must not wait: nothing here may slow a probe."""
+
+    def __init__(
+        self,
+        *,
+        ready: Callable[[], Conditions],
+        status: Callable[[], Mapping[str, object]],
+        metrics: Callable[[str], tuple[bytes, str]],
+    ) -> None:
+        self._ready = ready
+        self._status = status
+        self._metrics = metrics
+        self.app = web.Application(middlewares=[_json_errors])
+        self.app.add_routes(
+            [
+                web.get("/livez", self._livez),
+                web.get("/healthz", self._livez),
+                web.get("/readyz", self._readyz),
+                web.get("/metrics", self._metrics_page),
+                web.get("/status", self._status_page),
+            ]
+        )
+
+    @asynccontextmanager
+    async def serving(self, host: str, port: int) -> AsyncGenerator[int]:
+        """Listen inside the context; hands up the port.
+
+        Raises:
+            OSError: nothing can listen there; the text names WORKER_HTTP_PORT.
+        """
+        runner = web.AppRunner(self.app, access_log=None, handle_signals=False, shutdown_timeout=CLOSE_S)
+        await runner.setup()
+        try:
+            try:
+                await web.TCPSite(runner, host, port).start()
+            except OSError as exc:
+                why = "it is in use; choose another, or 0 for none" if exc.errno == errno.EADDRINUSE else str(exc)
+                raise OSError(f"WORKER_HTTP_PORT: cannot listen on {host or '*'}:{port}: {why}") from exc
+            yield runner.addresses[0][1]
+        finally:
+            await runner.cleanup()
+
+    async def _livez(self, request: web.Request) -> web.Response:
+        return _json({"status": "alive"})
+
+    async def _readyz(self, request: web.Request) -> web.Response:
+        conditions = self._ready()
+        ready = all(ok for ok, _ in conditions.values())
+        body = {
+            "ready": ready,
+            "conditions": {name: {"ok": ok, "reason": reason} for name, (ok, reason) in conditions.items()},
+        }
+        return _json(body, HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def _metrics_page(self, request: web.Request) -> web.Response:
+        page, content_type = self._metrics(request.headers.get("Accept", ""))
+        return web.Response(body=page, headers={"Content-Type": content_type})
+
+    async def _status_page(self, request: web.Request) -> web.Response:
+        return _json(self._status())
+
+
+@web.middleware
+async def _json_errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPException as exc:
+        response = _json({"error": exc.reason, "path": request.path}, exc.status)
+        if allowed := exc.headers.get("Allow"):
+            response.headers["Allow"] = allowed
+        return response
+
+
+def _json(body: Mapping[str, object], status: int = HTTPStatus.OK) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(body, enc_hook=str),
+        status=status,
+        headers={"Content-Type": "application/json", "Cache-Control": "no-store"},
+    )

@@ -1,0 +1,312 @@
+"""The seams: what the listener and the processor need of a broker, a store, a model and a billing receiver.
+
+Data and protocols only; who fills them is chosen in `assembly.py`.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from inference_worker.disposition import Disposition, Settlement, Token
+from inference_worker.messages import KnownReply, Reply, Usage
+
+# ---------------------------------------------------------------- transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Delivery:
+    """One message in our hands, until it is settled or its connection is gone. Data only."""
+
+    body: bytes
+    attempts: int
+    """How many attempts lie behind it: 0 for a first one."""
+    queue: str
+    message_id: str | None
+    redelivered: bool
+    receipt: object
+    """What the transport needs to settle it; opaque to everybody else."""
+    lost: asyncio.Event
+    """Set once the right to settle it is gone."""
+    headers: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backlog:
+    """How much work waits."""
+
+    ready: int
+    """Messages that nobody holds."""
+    delayed: int | None = None
+    """Retries that wait for their time; None where the transport cannot tell."""
+    in_flight: int | None = None
+    """Messages that somebody holds; None where the transport cannot tell."""
+
+
+class Transport(Protocol):
+    """One open connection to one queue. Every method raises `TransportLost` once it is gone, for ever."""
+
+    @property
+    def lost(self) -> asyncio.Event:
+        """Set once the connection is gone."""
+
+    @property
+    def lost_because(self) -> str:
+        """Why it is gone; empty while it is not."""
+
+    def consuming(self, limit: int) -> AbstractAsyncContextManager[None]:
+        """Inside it deliveries flow, at most `limit` unsettled ones.
+
+        Leaving it stops the flow and gives back what was not received; what was received stays ours.
+        """
+
+    async def set_limit(self, limit: int) -> None:
+        """Change the limit while consuming; a smaller one gives the surplus back."""
+
+    async def receive(self) -> Delivery:
+        """Wait for the next delivery. May be cancelled at any time and loses nothing by it."""
+
+    async def settle(self, delivery: Delivery, disposition: Disposition) -> Settlement:
+        """Carry out a disposition: store, publish the copy, release, acknowledge, in this order.
+
+        Anything but `Settled` means: not acknowledged, and may be settled again.
+        """
+
+    async def extend(self, delivery: Delivery) -> None:
+        """Keep a delivery ours for another lease, where the transport has leases."""
+
+    async def publish(
+        self, body: bytes, *, message_id: str | None = None, headers: Mapping[str, object] | None = None
+    ) -> None:
+        """Put a new message into the queue; returns once the broker has taken it over."""
+
+    async def backlog(self) -> Backlog:
+        """Count what waits."""
+
+
+class Connect(Protocol):
+    """Opens a connection; leaving the context closes it.
+
+    Raises:
+        TransportLost: when no connection could be had.
+    """
+
+    def __call__(self) -> AbstractAsyncContextManager[Transport]: ...
+
+
+# ---------------------------------------------------------------- result store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claimed:
+    """The request is ours to run until the lease lapses."""
+
+    starts: int
+    """How many runs were begun and not finished, this one included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlreadyAnswered:
+    """A terminal result is stored."""
+
+    reply: KnownReply
+
+
+@dataclass(frozen=True, slots=True)
+class BelowFloor:
+    """A copy with a higher attempt exists for sure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningElsewhere:
+    """Another holder's lease is alive."""
+
+    left_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """The lease runs anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimLost:
+    """Another holder has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The reply is the request's terminal result."""
+
+
+Claim = Claimed | AlreadyAnswered | BelowFloor | RunningElsewhere
+Renewal = Renewed | AlreadyAnswered | ClaimLost
+Write = Stored | AlreadyAnswered | RunningElsewhere
+
+
+class ResultStore(Protocol):
+    """Terminal results and claims on requests; `docs/design/delivery.md` has the protocol.
+
+    Every method raises `StoreUnavailable` when there is no answer in its time; each may be repeated with the same
+    arguments.
+    """
+
+    async def claim(self, request_id: str, attempt: int, token: Token, deadline: float) -> Claim:
+        """Ask to run a request."""
+
+    async def renew(self, request_id: str, token: Token) -> Renewal:
+        """Keep a claim alive; take one over that nobody holds."""
+
+    async def release(self, request_id: str, token: Token, floor: int | None = None) -> None:
+        """Give a claim up. `floor` says that a copy with this attempt is confirmed."""
+
+    async def write(self, reply: Reply, usage_event: bytes | None, token: Token) -> Write:
+        """Store a terminal result; the first one wins. Result, usage event and notification are one step."""
+
+    async def cancel(self, reply: Reply) -> Write:
+        """Store a failed reply whoever runs the request: what a caller's cancelling is."""
+
+    async def bury(self, request_id: str, note: bytes) -> None:
+        """Note why a message was dead-lettered, for 30 days."""
+
+    async def read(self, request_id: str) -> bytes | None:
+        """The stored result, as its JSON."""
+
+    async def wait(self, request_id: str, within_s: float) -> bytes | None:
+        """The stored result, waiting for it for up to `within_s` seconds."""
+
+    async def running(self, request_id: str) -> bool:
+        """Whether somebody's lease on the request is alive."""
+
+    async def probe(self) -> None:
+        """Find out whether the store takes writes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutboxEntry:
+    """A usage event that has not been sent for sure."""
+
+    entry_id: str
+    event: bytes
+
+
+class Outbox(Protocol):
+    """Usage events on their way to billing, stored with their results. Raises `StoreUnavailable`."""
+
+    async def take(self, limit: int) -> Sequence[OutboxEntry]:
+        """Up to `limit` entries: new ones, and those that another sender has left lying for a minute."""
+
+    async def sent(self, entries: Sequence[OutboxEntry]) -> None:
+        """Forget entries that the receiver has."""
+
+    async def refused(self, entry: OutboxEntry, reason: str) -> None:
+        """Put an entry aside that the receiver will never take."""
+
+    async def size(self) -> int:
+        """How many entries wait."""
+
+
+# ---------------------------------------------------------------- model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the model said: any status, with a whole body (a stream is put together)."""
+
+    status_code: int
+    reason: str
+    body: bytes
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+    retry_after_s: float | None = None
+    usage: Usage | None = None
+    """Set where the body does not carry it."""
+
+
+class ModelClient(Protocol):
+    """Calls the model. Cancelling a call closes its connection, which stops the model."""
+
+    async def infer(self, *, endpoint: str, payload: bytes, stream: bool, request_id: str, timeout_s: float) -> Answer:
+        """Send a payload and wait for the whole answer.
+
+        Raises:
+            ModelGone, ModelCut, ModelSlow, BadResponse: see `errors.py`.
+        """
+
+    async def warm(self, connections: int) -> None:
+        """Open connections ahead of the first requests. Never fails."""
+
+
+# ---------------------------------------------------------------- billing
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """The receiver has the events, from now or from before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The receiver will not take these events, however often they are sent."""
+
+    reason: str
+
+
+class BillingSink(Protocol):
+    """Takes usage events."""
+
+    async def send(self, events: Sequence[bytes]) -> Delivered | Refused:
+        """Send events, at most 100.
+
+        Raises:
+            SinkUnavailable: try again later.
+        """
+
+
+# ---------------------------------------------------------------- health
+
+
+class Health:
+    """Whether a neighbour is fit for work, as last seen. One writes it, the others look or are told of a change."""
+
+    def __init__(self, name: str, *, ok: bool = False, reason: str = "not asked yet") -> None:
+        self.name = name
+        self.ok = ok
+        self.reason = reason
+        self.checked_at: float | None = None
+        """Unix seconds of the last look."""
+        self.wanted = asyncio.Event()
+        """Set by who wants a look at once."""
+        self.looked = asyncio.Event()
+        """Set after each look; who waits for one clears it first."""
+        self._watchers: list[Callable[[bool, str], None]] = []
+
+    def watch(self, told: Callable[[bool, str], None]) -> None:
+        """Have `told` called with each change of verdict."""
+        self._watchers.append(told)
+
+    def report(self, ok: bool, reason: str = "", *, checked_at: float | None = None) -> None:
+        """Note what was seen."""
+        changed = ok != self.ok
+        self.ok, self.reason = ok, reason
+        if checked_at is not None:
+            self.checked_at = checked_at
+        self.looked.set()
+        if changed:
+            for told in self._watchers:
+                told(ok, reason)
+
+    async def check_now(self, within_s: float) -> bool:
+        """Have a look taken, wait for it for at most `within_s`, and say how it is."""
+        self.looked.clear()
+        self.wanted.set()
+        try:
+            async with asyncio.timeout(within_s):
+                await self.looked.wait()
+        except TimeoutError:
+            pass
+        return self.ok
+
+
+LinkState = Literal["connecting", "suspended", "consuming", "stopping", "stopped"]

@@ -1,0 +1,371 @@
+"""One Redis connection whose commands of one loop turn travel together, and the scripts that run on it.
+
+The scripts are those of `docs/design/delivery.md`, section 2: each is atomic, each may be repeated with the same
+arguments. Nothing here knows what a request is.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import structlog
+from redis.asyncio.connection import (
+    AbstractConnection,
+    Connection,
+    SSLConnection,
+    UnixDomainSocketConnection,
+    parse_url,
+)
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, NoScriptError, ReadOnlyError, RedisError, ResponseError
+
+from inference_worker.errors import StoreUnavailable
+from inference_worker.timing import ended, quietly
+
+log = structlog.get_logger(__name__)
+
+Argument = str | bytes | int | float
+ANSWER_S: Final = 5.0
+"""How long one command may take, the time to connect included."""
+
+MOST_COMMANDS: Final = 512
+MOST_BYTES: Final = 8 * 1024 * 1024
+"""Bounds of what travels in one go; at least one command does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A Lua script and the name the server knows it by."""
+
+    source: str
+
+    @property
+    def sha(self) -> str:
+        """The script's SHA-1, in hexadecimal."""
+        return _sha(self.source)
+
+
+_SHAS: dict[str, str] = {}
+
+
+def _sha(source: str) -> str:
+    if source not in _SHAS:
+        _SHAS[source] = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+    return _SHAS[source]
+
+
+_PRELUDE: Final = """
+local function millis()
+  local t = redis.call('TIME')
+  return tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
+end
+local function answered(key)
+  local head = redis.call('GETRANGE', key, 0, 30)
+  if head == '' then return nil end
+  if string.find(head, '^{"status": ?"completed"') then return {'ANSWERED'} end
+  return {'ANSWERED', redis.call('GET', key)}
+end
+local function keep_for(key, ms)
+  if redis.call('PTTL', key) < ms then redis.call('PEXPIRE', key, ms) end
+end
+"""
+
+CLAIM: Final = Script(
+    _PRELUDE
+    + """
+-- KEYS result, claim   ARGV attempt, token, lease ms, deadline ms
+local known = answered(KEYS[1])
+if known then return known end
+local c = redis.call('HMGET', KEYS[2], 'holder', 'until', 'floor', 'starts')
+if c[3] and tonumber(ARGV[1]) < tonumber(c[3]) then return {'SUPERSEDED'} end
+local now, lease = millis(), tonumber(ARGV[3])
+if c[1] and c[1] ~= ARGV[2] and tonumber(c[2]) > now then return {'BUSY', tonumber(c[2]) - now} end
+local starts = tonumber(c[4] or '0')
+if c[1] ~= ARGV[2] then starts = starts + 1 end
+redis.call('HSET', KEYS[2], 'holder', ARGV[2], 'until', now + lease, 'starts', starts)
+redis.call('PEXPIREAT', KEYS[2], math.max(tonumber(ARGV[4]), now) + 2 * lease + 60000)
+return {'CLAIMED', starts}
+"""
+)
+
+RENEW: Final = Script(
+    _PRELUDE
+    + """
+-- KEYS result, claim   ARGV token, lease ms
+local known = answered(KEYS[1])
+if known then return known end
+local c = redis.call('HMGET', KEYS[2], 'holder', 'until')
+local now, lease = millis(), tonumber(ARGV[2])
+if c[1] and c[1] ~= ARGV[1] and tonumber(c[2]) > now then return {'LOST'} end
+redis.call('HSET', KEYS[2], 'holder', ARGV[1], 'until', now + lease)
+keep_for(KEYS[2], 2 * lease + 60000)
+return {'OK'}
+"""
+)
+
+FINISH: Final = Script(
+    _PRELUDE
+    + """
+-- KEYS result, claim, outbox   ARGV token, reply, ttl s, status, usage event or '', '1' to pass the token check
+local known = answered(KEYS[1])
+if known then return known end
+if ARGV[4] == 'failed' and ARGV[6] ~= '1' then
+  local c = redis.call('HMGET', KEYS[2], 'holder', 'until')
+  local now = millis()
+  if c[1] and c[1] ~= ARGV[1] and tonumber(c[2]) > now then return {'BUSY', tonumber(c[2]) - now} end
+end
+redis.call('SET', KEYS[1], ARGV[2], 'EX', ARGV[3])
+if ARGV[5] ~= '' then redis.call('XADD', KEYS[3], '*', 'event', ARGV[5]) end
+redis.call('DEL', KEYS[2])
+redis.call('PUBLISH', KEYS[1], ARGV[4])
+return {'STORED'}
+"""
+)
+
+RELEASE: Final = Script(
+    _PRELUDE
+    + """
+-- KEYS result, claim   ARGV token, floor or '', lease ms
+if redis.call('EXISTS', KEYS[1]) == 1 then return {'OK'} end
+local c = redis.call('HMGET', KEYS[2], 'holder', 'floor', 'starts')
+if c[1] == ARGV[1] then
+  redis.call('HDEL', KEYS[2], 'holder', 'until')
+  local starts = 0
+  if ARGV[2] == '' then starts = math.max(tonumber(c[3] or '1') - 1, 0) end
+  redis.call('HSET', KEYS[2], 'starts', starts)
+end
+if ARGV[2] ~= '' then
+  redis.call('HSET', KEYS[2], 'floor', math.max(tonumber(c[2] or '0'), tonumber(ARGV[2])))
+end
+if redis.call('EXISTS', KEYS[2]) == 1 then keep_for(KEYS[2], 2 * tonumber(ARGV[3]) + 60000) end
+return {'OK'}
+"""
+)
+
+RUNNING: Final = Script(
+    _PRELUDE
+    + """
+-- KEYS claim
+local c = redis.call('HMGET', KEYS[1], 'holder', 'until')
+return c[1] and tonumber(c[2]) > millis() and 1 or 0
+"""
+)
+
+PROBE: Final = Script("redis.call('SET', KEYS[1], '1', 'EX', 60) return 'OK'")
+"""Whether scripts may write: PING answers also where they may not."""
+
+SENT: Final = Script(
+    """
+-- KEYS outbox   ARGV group, ids…
+local ids = {unpack(ARGV, 2)}
+redis.call('XACK', KEYS[1], ARGV[1], unpack(ids))
+return redis.call('XDEL', KEYS[1], unpack(ids))
+"""
+)
+
+REFUSED: Final = Script(
+    """
+-- KEYS outbox, refused   ARGV group, id, event, reason, most entries kept
+redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[5], '*', 'event', ARGV[3], 'reason', ARGV[4])
+redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
+return redis.call('XDEL', KEYS[1], ARGV[2])
+"""
+)
+
+SCRIPTS: Final = (CLAIM, RENEW, FINISH, RELEASE, RUNNING, PROBE, SENT, REFUSED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisTls:
+    """Files for `rediss://`; None where the system's own are meant."""
+
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Command:
+    parts: tuple[Argument, ...]
+    answer: asyncio.Future[Any]
+    script: Script | None = None
+    size_bytes: int = 0
+
+
+class RedisLink:
+    """One connection, opened when needed and again after each failure; the driver's own retries are off.
+
+    Commands wait for the end of their loop turn and leave together: one write, one read, whatever their number.
+    """
+
+    def __init__(
+        self,
+        url: Callable[[], str],
+        password: Callable[[], str | None],
+        *,
+        client_name: str,
+        tls: RedisTls,
+        answer_s: float = ANSWER_S,
+    ) -> None:
+        self._url = url
+        self._password = password
+        self._client_name = client_name
+        self._tls = tls
+        self._answer_s = answer_s
+        self._waiting: deque[_Command] = deque()
+        self._connection: AbstractConnection | None = None
+        self._sender: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @asynccontextmanager
+    async def open(self) -> AsyncGenerator["RedisLink", None]:
+        """A context that closes the connection at its end; opening it does not connect."""
+        try:
+            yield self
+        finally:
+            self._closed = True
+            if self._sender is not None:
+                await ended(self._sender)
+            await self._drop()
+
+    async def run(self, script: Script, keys: Sequence[str], *arguments: Argument) -> Any:
+        """Run a script.
+
+        Raises:
+            StoreUnavailable: no answer in time, or an answer that says that it cannot be done now.
+        """
+        return await self._answer(("EVALSHA", script.sha, len(keys), *keys, *arguments), script)
+
+    async def do(self, *parts: Argument) -> Any:
+        """Run a command; as `run`."""
+        return await self._answer(parts, None)
+
+    async def _answer(self, parts: tuple[Argument, ...], script: Script | None) -> Any:
+        if self._closed:
+            raise StoreUnavailable("the connection to Redis was closed by us")
+        size_bytes = sum(len(part) for part in parts if isinstance(part, str | bytes))
+        command = _Command(parts, asyncio.get_running_loop().create_future(), script, size_bytes)
+        self._waiting.append(command)
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.create_task(self._send_all(), name="redis sender")
+        try:
+            async with asyncio.timeout(self._answer_s):
+                answer = await command.answer
+        except TimeoutError:
+            raise StoreUnavailable(f"Redis gave no answer within {self._answer_s:g} s") from None
+        if isinstance(answer, NoScriptError) and script is not None:
+            # The server lost its scripts (restart, SCRIPT FLUSH): send the source along.
+            return await self._answer(("EVAL", script.source, *parts[2:]), None)
+        if isinstance(answer, BaseException):
+            raise StoreUnavailable(_reason(answer)) from answer
+        return answer
+
+    async def _send_all(self) -> None:
+        """Send what waits, batch by batch, until nothing does. Never raises: the answers carry the failure."""
+        while self._waiting:
+            batch = self._next_batch()
+            try:
+                async with asyncio.timeout(self._answer_s):
+                    await self._exchange(batch)
+            except (RedisError, OSError, TimeoutError, ValueError) as exc:
+                await self._drop()
+                for command in batch:
+                    if not command.answer.done():
+                        command.answer.set_result(exc)
+            except asyncio.CancelledError:
+                # Answers, not cancellations: those who wait are not being cancelled.
+                for command in (*batch, *self._waiting):
+                    if not command.answer.done():
+                        command.answer.set_result(ConnectionError("the connection was closed by us"))
+                await self._drop()
+                raise
+            if any(isinstance(c.answer.result(), ReadOnlyError) for c in batch if not c.answer.cancelled()):
+                await self._drop()  # Demoted by a failover: the address may lead to the new primary by now.
+
+    def _next_batch(self) -> list[_Command]:
+        batch: list[_Command] = []
+        size_bytes = 0
+        while self._waiting and len(batch) < MOST_COMMANDS and (not batch or size_bytes < MOST_BYTES):
+            command = self._waiting.popleft()
+            if command.answer.done():  # Its time was over before its turn came.
+                continue
+            batch.append(command)
+            size_bytes += command.size_bytes
+        return batch
+
+    async def _exchange(self, batch: list[_Command]) -> None:
+        if not batch:
+            return
+        connection = self._connection
+        if connection is None or not connection.is_connected:
+            connection = self._connection = await self._connect()
+        await connection.send_packed_command(
+            connection.pack_commands([command.parts for command in batch]), check_health=False
+        )
+        for command in batch:
+            answer: Any
+            try:
+                answer = await connection.read_response(disconnect_on_error=False)
+            except ResponseError as exc:
+                answer = exc
+            if not command.answer.done():
+                command.answer.set_result(answer)
+
+    async def _connect(self) -> AbstractConnection:
+        options: dict[str, Any] = dict(parse_url(self._url()))
+        connection_class = options.pop("connection_class", Connection)
+        if not options.get("password") and (password := self._password()):
+            options["password"] = password
+        for name in ("max_connections", "timeout"):
+            options.pop(name, None)
+        if connection_class is SSLConnection:
+            files = {
+                "ssl_ca_certs": self._tls.ca_file,
+                "ssl_certfile": self._tls.cert_file,
+                "ssl_keyfile": self._tls.key_file,
+            }
+            options |= {name: file for name, file in files.items() if file is not None}
+        # No socket_timeout: with one, the driver writes through wait_for, which on Python 3.11 can swallow a
+        # cancellation; every exchange has its own time limit instead.
+        options |= {
+            "socket_timeout": None,
+            "socket_connect_timeout": self._answer_s,
+            "retry": Retry(NoBackoff(), 0),
+            "client_name": self._client_name,
+        }
+        if connection_class is not UnixDomainSocketConnection:
+            options["socket_keepalive"] = True
+        connection: AbstractConnection = connection_class(**options)
+        try:
+            await connection.connect()  # type: ignore[no-untyped-call]  # The driver's own gap.
+            await connection.send_packed_command(
+                connection.pack_commands([("SCRIPT", "LOAD", script.source) for script in SCRIPTS]), check_health=False
+            )
+            for _ in SCRIPTS:
+                # Not allowed to load, or still loading its data: the commands themselves will say so.
+                with contextlib.suppress(ResponseError):
+                    await connection.read_response(disconnect_on_error=False)
+        except BaseException:
+            await quietly(connection.disconnect(nowait=True), 1.0, RedisError, OSError)
+            raise
+        return connection
+
+    async def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await quietly(connection.disconnect(nowait=True), 1.0, RedisError, OSError)
+
+
+def _reason(exc: BaseException) -> str:
+    """What went wrong, without addresses or credentials, short enough to be a log's value."""
+    if isinstance(exc, AuthenticationError):
+        return "Redis refused the credentials"
+    if isinstance(exc, TimeoutError):
+        return "Redis gave no answer in time"
+    return f"{type(exc).__name__}: {str(exc)[:200]}"

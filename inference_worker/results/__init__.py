@@ -1,0 +1,1 @@
+"""Where terminal results and claims are kept; one file a store."""

@@ -1,0 +1,226 @@
+"""Results, claims and the billing outbox in Redis. Every key is listed in `docs/redis.md`."""
+
+import asyncio
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+from inference_worker.disposition import Token
+from inference_worker.errors import StoreUnavailable
+from inference_worker.messages import KnownReply, Reply, encode_reply, known_reply
+from inference_worker.ports import (
+    AlreadyAnswered,
+    BelowFloor,
+    Claim,
+    Claimed,
+    ClaimLost,
+    OutboxEntry,
+    Renewal,
+    Renewed,
+    RunningElsewhere,
+    Stored,
+    Write,
+)
+from inference_worker.redis_scripts import (
+    CLAIM,
+    FINISH,
+    PROBE,
+    REFUSED,
+    RELEASE,
+    RENEW,
+    RUNNING,
+    SENT,
+    RedisLink,
+)
+from inference_worker.timing import stopped_within
+
+DEAD_NOTE_TTL_S: Final = 30 * 86_400
+MOST_REFUSED: Final = 1_000_000
+BILLING_GROUP: Final = "billing"
+LEFT_LYING_MS: Final = 60_000
+"""After this time another sender takes over an event that one has taken and not removed."""
+
+
+def result_key(request_id: str) -> str:
+    """Where the terminal result lies."""
+    return f"infer_resp:{request_id}"
+
+
+def claim_key(request_id: str) -> str:
+    """Where the claim lies: in the result's slot of a Cluster, whether or not the id has a hash tag of its own."""
+    if re.search(r"\{[^}]+\}", request_id):
+        return f"infer_claim:{request_id}"
+    return f"infer_claim:{{{result_key(request_id)}}}"
+
+
+class RedisStore:
+    """The result store of `ports.py` in one Redis."""
+
+    def __init__(self, link: RedisLink, *, deployment_id: str, replica_id: str, lease_s: float, ttl_s: float) -> None:
+        self._link = link
+        self._outbox = f"infer_usage:{deployment_id}"
+        self._probe = f"infer_claim:probe:{deployment_id}:{replica_id}"
+        self._lease_ms = round(lease_s * 1000)
+        self._ttl_s = max(round(ttl_s), 1)
+
+    async def claim(self, request_id: str, attempt: int, token: Token, deadline: float) -> Claim:
+        """See `ports.ResultStore`."""
+        answer = await self._link.run(CLAIM, _keys(request_id), attempt, token, self._lease_ms, round(deadline * 1000))
+        match answer[0]:
+            case b"CLAIMED":
+                return Claimed(starts=int(answer[1]))
+            case b"SUPERSEDED":
+                return BelowFloor()
+            case b"BUSY":
+                return RunningElsewhere(left_s=int(answer[1]) / 1000)
+            case _:
+                return _answered(answer)
+
+    async def renew(self, request_id: str, token: Token) -> Renewal:
+        """See `ports.ResultStore`."""
+        answer = await self._link.run(RENEW, _keys(request_id), token, self._lease_ms)
+        match answer[0]:
+            case b"OK":
+                return Renewed()
+            case b"LOST":
+                return ClaimLost()
+            case _:
+                return _answered(answer)
+
+    async def release(self, request_id: str, token: Token, floor: int | None = None) -> None:
+        """See `ports.ResultStore`."""
+        await self._link.run(RELEASE, _keys(request_id), token, "" if floor is None else floor, self._lease_ms)
+
+    async def write(self, reply: Reply, usage_event: bytes | None, token: Token) -> Write:
+        """See `ports.ResultStore`."""
+        return await self._finish(reply, usage_event or b"", token, "")
+
+    async def cancel(self, reply: Reply) -> Write:
+        """See `ports.ResultStore`."""
+        return await self._finish(reply, b"", Token(""), "1")
+
+    async def bury(self, request_id: str, note: bytes) -> None:
+        """See `ports.ResultStore`."""
+        await self._link.do("SET", f"infer_dead:{request_id}", note, "EX", DEAD_NOTE_TTL_S)
+
+    async def read(self, request_id: str) -> bytes | None:
+        """See `ports.ResultStore`."""
+        stored = await self._link.do("GET", result_key(request_id))
+        return stored if isinstance(stored, bytes) else None
+
+    async def wait(self, request_id: str, within_s: float) -> bytes | None:
+        """See `ports.ResultStore`. Looks more and more rarely, up to five times a second."""
+        over = asyncio.Event()
+        until = asyncio.get_running_loop().time() + within_s
+        for turn in itertools.count():
+            if (stored := await self.read(request_id)) is not None:
+                return stored
+            left_s = until - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                break
+            await stopped_within(over, min(0.02 * 1.5 ** min(turn, 10), 0.2, left_s))
+        return None
+
+    async def running(self, request_id: str) -> bool:
+        """See `ports.ResultStore`."""
+        return bool(await self._link.run(RUNNING, [claim_key(request_id)]))
+
+    async def probe(self) -> None:
+        """See `ports.ResultStore`."""
+        await self._link.run(PROBE, [self._probe])
+
+    async def _finish(self, reply: Reply, event: bytes, token: Token, past_token: str) -> Write:
+        keys = [*_keys(reply.request_id), self._outbox]
+        body = encode_reply(reply)
+        answer = await self._link.run(FINISH, keys, token, body, self._ttl_s, reply.status, event, past_token)
+        match answer[0]:
+            case b"STORED":
+                return Stored()
+            case b"BUSY":
+                return RunningElsewhere(left_s=int(answer[1]) / 1000)
+            case _:
+                return _answered(answer)
+
+
+class RedisOutbox:
+    """The outbox of `ports.py`: a stream of usage events, read through one group by all replicas."""
+
+    def __init__(self, link: RedisLink, *, deployment_id: str, replica_id: str) -> None:
+        self._link = link
+        self._stream = f"infer_usage:{deployment_id}"
+        self._refused = f"infer_usage_refused:{deployment_id}"
+        self._consumer = replica_id
+        self._has_group = False
+
+    async def take(self, limit: int) -> Sequence[OutboxEntry]:
+        """See `ports.Outbox`."""
+        try:
+            await self._ensure_group()
+            left = await self._link.do(
+                "XAUTOCLAIM", self._stream, BILLING_GROUP, self._consumer, LEFT_LYING_MS, "0-0", "COUNT", limit
+            )
+            entries = _entries(left[1])
+            if len(entries) < limit:
+                new = await self._link.do(
+                    "XREADGROUP", "GROUP", BILLING_GROUP, self._consumer, "COUNT", limit - len(entries),
+                    "STREAMS", self._stream, ">",
+                )  # fmt: skip
+                entries += _entries(_only_stream(new))
+        except StoreUnavailable as exc:
+            self._has_group = False  # It may have gone with the stream: FLUSHALL, DEL.
+            if "NOGROUP" in str(exc):
+                return []
+            raise
+        return entries
+
+    async def sent(self, entries: Sequence[OutboxEntry]) -> None:
+        """See `ports.Outbox`."""
+        if entries:
+            await self._link.run(SENT, [self._stream], BILLING_GROUP, *(entry.entry_id for entry in entries))
+
+    async def refused(self, entry: OutboxEntry, reason: str) -> None:
+        """See `ports.Outbox`."""
+        keys = [self._stream, self._refused]
+        await self._link.run(REFUSED, keys, BILLING_GROUP, entry.entry_id, entry.event, reason[:500], MOST_REFUSED)
+
+    async def size(self) -> int:
+        """See `ports.Outbox`."""
+        return int(await self._link.do("XLEN", self._stream))
+
+    async def _ensure_group(self) -> None:
+        if self._has_group:
+            return
+        try:
+            await self._link.do("XGROUP", "CREATE", self._stream, BILLING_GROUP, "0", "MKSTREAM")
+        except StoreUnavailable as exc:
+            if "BUSYGROUP" not in str(exc):
+                raise
+        self._has_group = True
+
+
+def _keys(request_id: str) -> list[str]:
+    return [result_key(request_id), claim_key(request_id)]
+
+
+def _answered(answer: Sequence[Any]) -> AlreadyAnswered:
+    if len(answer) > 1:
+        return AlreadyAnswered(reply=known_reply(bytes(answer[1])))
+    return AlreadyAnswered(reply=KnownReply(status="completed", status_code=200))
+
+
+def _only_stream(answer: Any) -> Any:
+    """XREADGROUP's entries of its one stream: a list of pairs in RESP2, a map in RESP3."""
+    if not answer:
+        return []
+    return next(iter(answer.values())) if isinstance(answer, dict) else answer[0][1]
+
+
+def _entries(rows: Any) -> list[OutboxEntry]:
+    entries = []
+    for entry_id, fields in rows or []:
+        if not fields:  # Deleted meanwhile.
+            continue
+        pairs = fields if isinstance(fields, dict) else dict(zip(fields[::2], fields[1::2], strict=True))
+        entries.append(OutboxEntry(entry_id=entry_id.decode(), event=pairs.get(b"event", b"")))
+    return entries

@@ -1,0 +1,57 @@
+"""The part of settling that every transport does alike: what is stored, and what is released, and when.
+
+The order never changes: result and usage event, copy confirmed, release, acknowledgement.
+"""
+
+from typing import Final
+
+import msgspec
+
+from inference_worker.disposition import Ack, Busy, DeadLetter, Hold, Known, Settlement, StoreSilent, Token
+from inference_worker.errors import StoreUnavailable
+from inference_worker.ports import AlreadyAnswered, ResultStore, RunningElsewhere
+from inference_worker.timing import quietly
+
+COURTESY_S: Final = 2.0
+"""How long a release or a note may take, which nothing depends on."""
+
+
+async def store_reply(store: ResultStore, disposition: Ack | DeadLetter) -> Settlement | None:
+    """Store the reply, if there is one. None: go on and acknowledge."""
+    if disposition.reply is None:
+        return None
+    event = disposition.usage_event if isinstance(disposition, Ack) else None
+    try:
+        token = disposition.claim.token if disposition.claim is not None else Token("")
+        written = await store.write(disposition.reply, event, token)
+    except StoreUnavailable:
+        return StoreSilent()
+    match written:
+        case AlreadyAnswered(reply=known):
+            return Known(reply=known)
+        case RunningElsewhere(left_s=left_s):
+            return Busy(left_s=left_s)
+        case _:
+            return None
+
+
+async def release(store: ResultStore, claim: Hold | None, floor: int | None = None) -> None:
+    """Give the claim up, if there is one and the store answers; otherwise its lease lapses."""
+    if claim is not None:
+        await quietly(store.release(claim.request_id, claim.token, floor), COURTESY_S, StoreUnavailable)
+
+
+async def bury(store: ResultStore, letter: DeadLetter, now: float) -> None:
+    """Note why a message is dead-lettered, if it has an id and the store answers."""
+    if letter.reply is None:
+        return
+    request_id = letter.reply.request_id
+    note = {
+        "request_id": request_id,
+        "reason": letter.reason,
+        "detail": letter.detail[:1000],
+        "attempts": letter.attempts,
+        "status_code": letter.status_code,
+        "dead_at": now,
+    }
+    await quietly(store.bury(request_id, msgspec.json.encode(note)), COURTESY_S, StoreUnavailable)

@@ -1,0 +1,1 @@
+"""Where requests come from, besides RabbitMQ; one file a transport."""
