@@ -222,6 +222,8 @@ class _Effect:
 
     grown: list[tuple[_Pieces, tuple[str | int, ...], str]] = field(default_factory=list)
     """Texts that grew: where they are kept, where they stood in the event, by what."""
+    began: bool = False
+    """Whether a tool call began, which takes tokens, too."""
     other: bool = False
     """Whether anything was done that doing again would do twice, or that a template cannot see."""
 
@@ -355,11 +357,11 @@ class Reassembly:
             self._read_chunk(_object(data), effect)
         except (msgspec.MsgspecError, RecursionError) as exc:
             raise BadResponse(f"an event of the stream is no chunk of an answer: {exc}") from exc
-        if any(piece for _, _, piece in effect.grown):
+        if effect.began or any(piece for _, _, piece in effect.grown):
             self._token_events += 1
         if not effect.other and len(effect.grown) == 1 and len(self._templates) < MOST_TEMPLATES:
-            pieces, path, piece = effect.grown[0]
-            if (around := _around(data, path, piece)) is not None:
+            pieces, path, _ = effect.grown[0]
+            if (around := _around(data, path)) is not None:
                 self._templates.append((*around, len(around[0]) + len(around[1]), pieces))
 
     def _read_chunk(self, chunk: dict[str, msgspec.Raw], effect: _Effect) -> None:
@@ -445,7 +447,7 @@ class Reassembly:
         if number not in choice.calls:
             choice.calls[number] = _Call()
             self.size_bytes += 64
-            effect.other = True
+            effect.began = effect.other = True
         call = choice.calls[number]
         for name, raw in entry.items():
             value = bytes(raw)
@@ -535,22 +537,17 @@ def _raise_error(chunk: dict[str, msgspec.Raw]) -> None:
     raise BadResponse(reason, status_code)
 
 
-def _around(data: bytes, path: tuple[str | int, ...], piece: str) -> tuple[bytes, bytes] | None:
-    """The bytes before and after the one string at `path`, proved by putting another string there."""
+def _around(data: bytes, path: tuple[str | int, ...]) -> tuple[bytes, bytes] | None:
+    """The bytes before and after the string at `path`, proved by putting another string there."""
     name = re.escape(str(path[-1]).encode())
-    whole = _anything(data)
     for found in re.finditer(rb'"' + name + rb'"\s*:\s*("(?:[^"\\]|\\.)*+")', data):
         prefix, suffix = data[: found.start(1)], data[found.end(1) :]
         try:
             probed = _anything(prefix + msgspec.json.encode(_PROBE) + suffix)
-        except msgspec.MsgspecError:
-            continue
-        holder = probed
-        for step in path[:-1]:
-            holder = holder[step]
-        if holder[path[-1]] != _PROBE:
-            continue
-        holder[path[-1]] = piece
-        if probed == whole:
+        except (msgspec.MsgspecError, RecursionError):
+            return None  # In what is passed on unread there is something that cannot be read.
+        for step in path:
+            probed = probed[step]
+        if probed == _PROBE:
             return prefix, suffix
     return None

@@ -70,9 +70,7 @@ class HealthChecker:
             next_look = loop.time() + self._interval_s
             try:
                 await self._look(client)
-            except (
-                Exception
-            ):  # Whatever a watcher does, too: a checker that died would leave the last verdict for ever.
+            except Exception:  # A watcher's, too: a checker that died would leave the last verdict for ever.
                 log.exception("the look at the model's health failed")
             await first_of(self._health.wanted, within_s=max(next_look - loop.time(), 0.0))
 
@@ -88,9 +86,9 @@ class HealthChecker:
         if ok != self._last_said:
             self._last_said = ok
             if ok:
-                log.info("the model is healthy", url=self._base_url)
+                log.info("the model is healthy")
             else:
-                log.warning("the model is not healthy", url=self._base_url, reason=reason)
+                log.warning("the model is not healthy", reason=reason)
         self._health.report(ok, reason, checked_at=self._now())
 
     async def _verdict(self, client: httpx.AsyncClient) -> tuple[bool, str]:
@@ -133,7 +131,8 @@ class HealthChecker:
 
     async def _served(self, client: httpx.AsyncClient) -> frozenset[str]:
         async with client.stream("GET", f"{self._base_url}/v1/models", headers=self._headers()) as response:
-            response.raise_for_status()
+            if not response.is_success:
+                raise ValueError(f"HTTP {response.status_code}")
             body = bytearray()
             async for part in response.aiter_bytes():
                 body += part

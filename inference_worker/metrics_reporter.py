@@ -8,7 +8,7 @@ import random
 import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Final, TypeVar
+from typing import Final, TypeVar, assert_never
 
 import httpx
 import msgspec
@@ -262,7 +262,8 @@ class BillingDrainer:
         group = self._groups[0]
         if self._answer is None:
             self._answer = await self._sink.send([entry.event for entry in group])
-        match self._answer:
+        answer = self._answer
+        match answer:
             case Refused() if len(group) > 1:
                 # One of them, or some: alone, none can block the rest.
                 self._groups.popleft()
@@ -280,6 +281,8 @@ class BillingDrainer:
             case Delivered():
                 await self._outbox.sent(group)
                 self._metrics.events("sent", len(group))
+            case _:
+                assert_never(answer)
         self._groups.popleft()
         self._answer = None
 

@@ -351,10 +351,10 @@ class MockModel:
             try:
                 await turn
             except asyncio.CancelledError:
-                if turn.cancelled():
+                if not turn.cancelled():
+                    self._pass_on()  # Its turn had come, in the moment in which it left.
+                elif turn in self._waiting:
                     self._waiting.remove(turn)
-                else:
-                    self._pass_on()
                 raise
         sequence = _Sequence(answer.prompt_tokens, answer.longest, len(answer.choices), loop.time())
         self._running.add(sequence)

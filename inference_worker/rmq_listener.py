@@ -427,6 +427,9 @@ class RabbitTransport:
             raise TransportLost(self.lost_because)
 
     async def _republish(self, delivery: Delivery, disposition: Republish) -> Settlement:
+        if delivery.lost.is_set() or _receipt(delivery).settled:
+            await release(self._store, disposition.claim)
+            return DeliveryLost(stored=False)
         body, properties = delivery.body, _copied(_receipt(delivery).properties)
         properties.headers = {**(properties.headers or {}), RETRY_HEADER: disposition.attempts}
         queue = self._topology.queue

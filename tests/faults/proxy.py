@@ -242,9 +242,15 @@ class TcpProxy:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.refuse()
-        for task in self._tasks:
+        for link in list(self._links):
+            link.end()
+        tasks = set(self._tasks)
+        if tasks:
+            # Cancelled only if need be: a link that is closing its sockets already would leave one of them open.
+            await asyncio.wait(tasks, timeout=5)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _arrived(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.accepted += 1

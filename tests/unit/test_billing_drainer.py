@@ -297,12 +297,14 @@ async def test_a_size_that_cannot_be_measured_does_not_end_the_draining(monkeypa
 
     monkeypatch.setattr(billing.outbox, "size", size)
 
-    async with draining(billing):
-        await asyncio.sleep(31)
-        billing.outbox.put(1)
-        await asyncio.sleep(30)
+    with capture_logs() as lines:
+        async with draining(billing):
+            await asyncio.sleep(31)
+            billing.outbox.put(1)
+            await asyncio.sleep(30)
 
-        assert not billing.outbox.waiting
+            assert not billing.outbox.waiting
+    assert {line["event"] for line in lines} == {"the outbox could not be measured"}
 
 
 async def test_trouble_is_told_once_and_so_is_its_end() -> None:

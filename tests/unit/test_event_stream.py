@@ -87,8 +87,7 @@ def test_an_event_that_is_too_large_is_a_bad_response(cut: int) -> None:
     stream = b"data: " + b"x" * 300 + b"\n\ndata: y\n\n"
 
     with pytest.raises(BadResponse, match="larger than 100 bytes"):
-        for chunk in (stream[:cut], stream[cut:]):
-            parser.feed(chunk)
+        parser.feed(stream[:cut]) + parser.feed(stream[cut:])
 
 
 def test_a_large_event_in_the_middle_of_a_read_is_a_bad_response_too() -> None:
@@ -240,17 +239,15 @@ def test_an_event_that_is_no_chunk_is_a_bad_response(data: bytes) -> None:
 
 
 def test_an_answer_beyond_the_limit_is_a_bad_response_as_soon_as_it_is_seen() -> None:
-    answer_ = Reassembly(limit_bytes=1000)
-    answer_.add([delta(content="x" * 10)[6:-2]], 0.0)
+    whole = Reassembly(limit_bytes=1000)
 
     with pytest.raises(BadResponse, match="larger than 1000 bytes"):
-        for _ in range(100):
-            answer_.add([delta(content="x" * 20)[6:-2]], 0.0)
+        whole.add([delta(content="x" * 20)[6:-2]] * 100, 0.0)
 
 
 def test_an_answer_that_only_grows_too_large_when_written_is_a_bad_response() -> None:
-    with pytest.raises(BadResponse, match="larger than 150 bytes"):
-        assembled(delta(0, "stop", content="\u0001" * 20), limit_bytes=150)
+    with pytest.raises(BadResponse, match="larger than 120 bytes"):
+        assembled(delta(0, "stop", content="x"), limit_bytes=120)
 
 
 # ---------------------------------------------------------------- what is kept
@@ -368,16 +365,19 @@ def test_a_template_reads_what_a_full_reading_reads(
     def stream(unlike: bool) -> list[bytes]:
         events = []
         for number, piece in enumerate(pieces):
-            said: dict[str, object] = {"index": 0, "odd": padding}
+            said: dict[str, Any] = {"index": 0, "odd": padding}
             if shape == "text":
                 said["text"] = piece
             elif shape == "arguments":
                 said["delta"] = {"tool_calls": [{"index": 0, "function": {"arguments": piece}}], "content": None}
             else:
                 said["delta"] = {"role": "assistant", shape: piece}
-            chunk = {"id": "c", "choices": [said], **({f"n{number}": None} if unlike else {})}
+            chunk: dict[str, object] = {"id": "c", "choices": [said]}
+            if unlike:
+                chunk[f"n{number}"] = None
             events.append(json.dumps(chunk, ensure_ascii=ascii_only).encode())
-        end = {"index": 0, "finish_reason": "stop", **({"text": ""} if shape == "text" else {"delta": {}})}
+        end: dict[str, object] = {"index": 0, "finish_reason": "stop"}
+        end["text" if shape == "text" else "delta"] = "" if shape == "text" else {}
         return [*events, json.dumps({"id": "c", "choices": [end]}).encode()]
 
     def read(events: list[bytes]) -> Any:
@@ -395,7 +395,44 @@ def test_two_strings_in_the_place_of_one_are_a_bad_response() -> None:
     like = delta(content="a"), delta(content="b")
 
     with pytest.raises(BadResponse):
-        assembled(*like, delta(content="c").replace(b'"c"', b'"c","d"', 1).replace(b'"id": "c","d"', b'"id": "c"'))
+        assembled(*like, delta(content="c").replace(b'"content": "c"', b'"content": "c","d"'))
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [
+        pytest.param((b'"delta"', b'"aside": {"content": "x"}, "delta"'), id="the same name elsewhere"),
+        pytest.param((b'"content"', b'"c\\u006fntent"'), id="a name that is escaped"),
+        pytest.param((b'"delta"', b'"odd": 1e999, "delta"'), id="a field that cannot be read"),
+    ],
+)
+def test_where_no_template_can_be_made_events_are_read_in_full(unlike: tuple[bytes, bytes]) -> None:
+    pieces = [delta(content=text).replace(*unlike) for text in "abc"]
+    whole = Reassembly()
+
+    whole.add([piece[6:-2] for piece in (*pieces, delta(0, "stop", content="d"))], 0.0)
+
+    assert b'"content":"abcd"' in whole.finish().body
+
+
+def test_null_is_nothing_anywhere() -> None:
+    streamed = answer(
+        event(choices=None, usage=None, error=None),
+        event(choices=[{"index": 0, "delta": None, "finish_reason": None}]),
+        delta(role=None, content=None, function_call=None, tool_calls=None),
+        call(None, index=0, id=None, name=None),
+        delta(0, "stop"),
+    )
+
+    assert streamed["choices"][0]["message"] == {
+        "role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {}}]
+    }  # fmt: skip
+
+
+def test_the_name_of_a_tool_is_a_token() -> None:
+    whole = assembled(delta(role="assistant"), delta(tool_calls=[{"index": 0, "id": "a"}]), delta(0, "tool_calls"))
+
+    assert whole.first_token_at == 1.0
 
 
 def test_long_texts_are_kept_in_few_pieces() -> None:

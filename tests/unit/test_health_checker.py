@@ -186,6 +186,16 @@ async def test_a_definite_no_begins_the_count_of_time_outs_anew() -> None:
     assert watched.changes == [(0, True), (30, False), (40, True)]
 
 
+@pytest.mark.parametrize("definite", [503, REFUSED])
+async def test_the_reason_tells_how_many_time_outs_there_were_in_a_row(definite: int) -> None:
+    server, watched = FakeModelServer(200, SILENT, definite, SILENT), Watched()
+
+    async with checking(server, watched.health):
+        await asyncio.sleep(36)
+
+    assert watched.health.reason == "no answer within 5 s, 1 in a row"
+
+
 async def test_a_look_that_is_wanted_is_taken_at_once() -> None:
     server, watched = FakeModelServer(200, REFUSED), Watched()
 
@@ -226,17 +236,23 @@ async def test_many_who_want_a_look_share_one() -> None:
 async def test_no_exception_ends_the_checking() -> None:
     """B125's rule for every task: also one that nobody thought of."""
     watched = Watched()
-    failures: list[Exception] = [ValueError("a bug"), OSError("a cable"), httpx.RemoteProtocolError("garbage")]
+    failures: list[Exception | None] = [
+        OSError("a cable"),
+        httpx.RemoteProtocolError("garbage"),
+        None,
+        ValueError("a bug"),
+        None,
+    ]
 
     def server(request: httpx.Request) -> httpx.Response:
-        if failures:
-            raise failures.pop(0)
+        if request.url.path == "/health" and (failure := failures.pop(0)) is not None:
+            raise failure
         return httpx.Response(200, json={"data": []})
 
     async with checking(server, watched.health):
-        await asyncio.sleep(31)
+        await asyncio.sleep(41)
 
-    assert watched.changes == [(30, True)]
+    assert watched.changes == [(20, True), (30, False), (40, True)]
 
 
 async def test_a_watcher_that_fails_does_not_end_the_checking() -> None:
@@ -358,6 +374,20 @@ class TestWhoTheModelIs:
 
         assert await self.warnings(server, for_s=45) == [["other"]]
         assert server.asked_who_at == [0, 20, 40]
+
+    async def test_a_wrong_model_that_comes_back_is_another_warning(self) -> None:
+        server = FakeModelServer(200, 503, 200, 503, 200)
+        server.models = {"data": [{"id": "other"}]}
+
+        async def exchange() -> None:
+            await asyncio.sleep(15)
+            server.models = {"data": [{"id": "org/model"}]}
+            await asyncio.sleep(20)
+            server.models = {"data": [{"id": "other"}]}
+
+        exchanged = asyncio.create_task(exchange())
+        assert await self.warnings(server, for_s=45) == [["other"], ["other"]]
+        await exchanged
 
     async def test_another_wrong_model_is_another_warning(self) -> None:
         server = FakeModelServer(200, 503, 200)

@@ -3,7 +3,7 @@
 import math
 import re
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -266,12 +266,11 @@ def test_the_page_comes_in_the_format_asked_for(accept: str, content_type: str) 
 
 
 def test_the_version_is_told_even_where_nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_worker.metrics.version", _not_installed)
+    def not_installed(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", not_installed)
 
     page, _ = WorkerMetrics().exposition("")
 
     assert b'version="unknown"' in page
-
-
-def _not_installed(name: str) -> str:
-    raise PackageNotFoundError(name)

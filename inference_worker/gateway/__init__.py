@@ -1,0 +1,1 @@
+"""The HTTP intake: jobs in, their states and results out."""
