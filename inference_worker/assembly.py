@@ -143,7 +143,9 @@ class Worker:
                 await stack.enter_async_context(ops.serving(self._settings.ops.host, self._settings.ops.port))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._health_checker().run(drained), name="health checker")
-                group.create_task(report(self._reporter(scraper), drainer, drained), name="metrics and billing reporter")
+                group.create_task(
+                    report(self._reporter(scraper), drainer, drained), name="metrics and billing reporter"
+                )
                 group.create_task(self._note_stopping(stop, drained), name="stop watch")
                 try:
                     await self.listener.run(stop)
@@ -400,4 +402,3 @@ async def run_worker(settings: Settings, outside: Outside, stop: asyncio.Event) 
     """The `run` command: until told to stop."""
     async with worker(settings, outside) as sidecar:
         await sidecar.run(stop)
-

@@ -40,7 +40,7 @@ def run(arguments: Sequence[str], environ: Mapping[str, str], outside: Outside) 
     try:
         asyncio.run(_until_stopped(work))
     except OSError as exc:  # A port that is taken, a host that is not ours: no traceback helps with it.
-        log.error("cannot go on", reason=str(exc))
+        log.error("cannot go on", reason=str(exc))  # noqa: TRY400
         return FAILED
     except Exception:
         log.exception("this is a fault of ours; what was in hand went back to the queue")

@@ -6,6 +6,7 @@ Redis, a model) is used instead of what is embedded, each by itself.
 
 import asyncio
 import errno
+import json
 import logging
 import secrets
 import shlex
@@ -43,10 +44,11 @@ READY_S: Final = 60.0
 """How long the samples wait for everything to be ready."""
 
 SAMPLE_S: Final = 120.0
+SAMPLE_TOKENS: Final = 64
 SAY_WHAT_IS_WAITED_FOR_S: Final = 2.0
 LOOK_S: Final = 0.25
 BACKLOG_S: Final = 1.0
-PLAIN_S: Final = 2.0
+PLAIN_S: Final = 1.0
 """At most one plain line in so many seconds."""
 
 PLAIN_COLUMNS: Final = 140
@@ -355,7 +357,7 @@ def sample_payload(infer_path: str, model: str, text: str, *, stream: bool) -> d
     """A request in the shape that the inference path takes."""
     if infer_path.endswith("/embeddings"):
         return {"model": model, "input": text}
-    payload: dict[str, object] = {"model": model, "max_tokens": 64}
+    payload: dict[str, object] = {"model": model}
     if infer_path.endswith("/completions") and not infer_path.endswith("/chat/completions"):
         payload["prompt"] = text
     else:
@@ -365,7 +367,7 @@ def sample_payload(infer_path: str, model: str, text: str, *, stream: bool) -> d
 
 def curl_lines(url: str, payload: Mapping[str, object]) -> Sequence[str]:
     """Lines for a shell: submit, then wait for the result."""
-    body = shlex.quote(msgspec.json.encode({"payload": payload}).decode())
+    body = shlex.quote(json.dumps({"payload": payload}, ensure_ascii=False))
     return (
         f"job=$(curl -sS {url}/v1/jobs -H 'Content-Type: application/json' \\",
         f"  -d {body} \\",
@@ -379,8 +381,8 @@ def python_lines(url: str, payload: Mapping[str, object]) -> Sequence[str]:
     return (
         "import json, urllib.request",
         f'jobs = "{url}/v1/jobs"',
-        f"body = json.dumps({{'payload': {payload!r}}}).encode()",
-        'request = urllib.request.Request(jobs, body, {"Content-Type": "application/json"})',
+        f"body = {json.dumps({'payload': payload}, ensure_ascii=False)}",
+        'request = urllib.request.Request(jobs, json.dumps(body).encode(), {"Content-Type": "application/json"})',
         'job_id = json.load(urllib.request.urlopen(request))["job_id"]',
         'print(json.load(urllib.request.urlopen(f"{jobs}/{job_id}?wait=30")))',
     )
@@ -426,6 +428,8 @@ async def _send(client: httpx.AsyncClient, path: str, model: str, number: int) -
     stream = number % 3 == 1 and "completions" in path
     asked = PROMPTS[number % len(PROMPTS)]
     payload = sample_payload(path, model, asked, stream=stream)
+    if "completions" in path:
+        payload["max_tokens"] = SAMPLE_TOKENS
     begun = time.monotonic()
     job_id, status, tokens, text = "", "failed", "", ""
     try:

@@ -40,7 +40,7 @@ from inference_worker.messages import Reply, Timings
 from inference_worker.metrics import Suspension, WorkerMetrics
 from inference_worker.metrics_buffer import MetricsBuffer, RequestRecord
 from inference_worker.ports import Connect, Delivery, Health, LinkState, ResultStore, Transport
-from inference_worker.timing import ByteBudget, ended, first_of, quietly, stopped_within, uninterrupted
+from inference_worker.timing import ByteBudget, ended, first_of, quietly, stopped_within
 
 log = structlog.get_logger(__name__)
 
@@ -316,7 +316,7 @@ class Listener:
         patient_until = loop.time() + self._store_patience_s
         while True:
             disposition = self._decide(job, outcome)
-            settlement = await uninterrupted(transport.settle(job.delivery, disposition))
+            settlement = await transport.settle(job.delivery, disposition)
             match settlement:
                 case Settled() | DeliveryLost():
                     return settlement, outcome
@@ -347,7 +347,7 @@ class Listener:
 
         Nothing is consumed before: so the same worker does not call the model twice.
         """
-        settlement = await uninterrupted(transport.settle(job.delivery, Nack()))
+        settlement = await transport.settle(job.delivery, Nack())
         if not isinstance(outcome, Concluded | Failed) or isinstance(disposition, Nack):
             return settlement, NotStored()
         reply, event = outcome.reply, outcome.usage_event if isinstance(outcome, Concluded) else None
@@ -416,7 +416,12 @@ class Listener:
         await stopped_within(self._idle, AFTER_GRACE_S)
 
     async def _end_jobs(self) -> None:
-        """Nothing of ours outlives us."""
+        """Nothing of ours outlives us. A settlement that has begun is given the time to end."""
+        self._processor.stop()
+        self._processor.interrupt()
+        self._grace_over.set()
+        if self._jobs:
+            await asyncio.wait(self._jobs, timeout=AFTER_GRACE_S)
         for task in list(self._jobs):
             task.cancel()
         if self._jobs:

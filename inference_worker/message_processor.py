@@ -8,7 +8,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar, assert_never
 
 import structlog
 
@@ -30,7 +30,6 @@ from inference_worker.errors import (
     MalformedRequest,
     ModelCut,
     ModelFailure,
-    ModelGone,
     ModelSlow,
     StoreUnavailable,
 )
@@ -59,7 +58,7 @@ from inference_worker.ports import (
     ResultStore,
     RunningElsewhere,
 )
-from inference_worker.timing import ended, first_of, stopped_within
+from inference_worker.timing import first_of, stopped_within
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -88,7 +87,8 @@ class Job:
     request: InferenceRequest | None = None
     hold: Hold | None = None
     """The claim that is renewed while the job lasts."""
-    call: asyncio.Task[Answer] | None = None
+    calling: asyncio.Task[object] | None = None
+    """The job's own task, while it calls the model."""
     ended_call_because: AlreadyAnswered | ClaimLost | Interrupted | None = None
     has_slot: bool = False
     registered: bool = False
@@ -98,10 +98,10 @@ class Job:
     """Set once the job is settled: who joined it goes on then."""
 
     def end_call(self, because: AlreadyAnswered | ClaimLost | Interrupted) -> None:
-        """Close the call that is running, if one is."""
-        if self.call is not None and not self.call.done():
+        """Close the call that is running, if one is. To be called from another task, so that this one is in it."""
+        if self.calling is not None and self.ended_call_because is None:
             self.ended_call_because = because
-            self.call.cancel()
+            self.calling.cancel()
 
 
 class MessageProcessor:
@@ -169,6 +169,8 @@ class MessageProcessor:
         loop = asyncio.get_running_loop()
         if job.waits_until is None:
             job.waits_until = loop.time() + LONGEST_WAIT_S
+        elif (early := self._may_not_wait(job)) is not None:
+            return early  # It came back as busy. Past its deadline, too, it waits no longer than any other.
         while True:
             if (early := await self._join(job, request)) is not None:
                 return early
@@ -267,6 +269,8 @@ class MessageProcessor:
                 if starts > self._max_crashes:
                     text = f"its workers died {starts - 1} times while running it"
                     return Concluded(reply=self._failure(job, 500, "poison", text), hold=hold)
+            case _:
+                assert_never(claim)
         job.hold = hold
         if job.delivery.lost.is_set():
             return Interrupted(reason="the delivery was lost before its call", hold=hold)
@@ -282,6 +286,8 @@ class MessageProcessor:
                     return renewal
                 case Renewed():
                     pass
+                case _:
+                    assert_never(renewal)
         return await self._call(job, request, hold)
 
     async def _call(self, job: Job, request: InferenceRequest, hold: Hold) -> Outcome | None:
@@ -293,52 +299,60 @@ class MessageProcessor:
         timeout_s = min(self._infer_timeout_s, left_s)
         if timeout_s <= 0:
             return Concluded(reply=self._failure(job, 408, "expired", EXPIRED), hold=hold)
-        job.ended_call_because = None
-        job.call = asyncio.create_task(
-            self._model.infer(
+        answer: Answer | ModelFailure | None = None
+        job.ended_call_because, job.calling = None, asyncio.current_task()
+        try:
+            answer = await self._model.infer(
                 endpoint=request.endpoint,
                 payload=request.payload,
                 stream=request.stream,
                 request_id=request.request_id,
                 timeout_s=timeout_s,
             )
-        )
-        try:
-            await asyncio.wait([job.call])
+        except ModelFailure as exc:
+            answer = exc
+        except asyncio.CancelledError:
+            if job.ended_call_because is None:
+                raise
         finally:
-            if not job.call.done():
-                await ended(job.call)
+            if job.ended_call_because is not None and job.calling is not None:
+                job.calling.uncancel()  # The call was meant, not the job.
+            job.calling = None
         model_s = self._now() - begun
         queue_s = max(begun - request.received_at, 0.0)
         timings = Timings(queue_s=queue_s, model_s=model_s)
-        if job.call.cancelled():
-            match job.ended_call_because:
-                case AlreadyAnswered(reply=known):
-                    return Answered(reply=known)
-                case ClaimLost():
-                    job.hold = None
-                    return None
-                case Interrupted() as interrupted:
-                    return interrupted
-                case None:
-                    return Interrupted(reason="the call was cancelled", hold=hold)
-        try:
-            answer = job.call.result()
-        except ModelSlow as exc:
-            if left_s <= self._infer_timeout_s:
+        match answer:
+            case None:
+                return self._ended(job)
+            case ModelSlow() if left_s <= self._infer_timeout_s:
                 text = f"the deadline passed while the model was working ({timeout_s:g} s)"
                 return Concluded(reply=self._failure(job, 408, "deadline_exceeded", text, timings), hold=hold)
-            return self._failed(job, Fault.SLOW, str(exc), hold, timings)
-        except BadResponse as exc:
-            if exc.status_code in self._retry_statuses:
-                return self._failed(job, Fault.STATUS, str(exc), hold, timings)
-            return Concluded(reply=self._failure(job, 502, "bad_response", str(exc), timings), hold=hold)
-        except ModelFailure as exc:
-            # Asked before the copy is published: with the model gone, this worker must not burn all retries by itself.
-            await self._model_health.check_now(HEALTH_LOOK_S)
-            gone = isinstance(exc, ModelGone) or not isinstance(exc, ModelCut)
-            return self._failed(job, Fault.GONE if gone else Fault.CUT, str(exc), hold, timings)
-        return self._judge(job, request, answer, hold, timings)
+            case ModelSlow():
+                return self._failed(job, Fault.SLOW, str(answer), hold, timings)
+            case BadResponse(status_code=status) if status in self._retry_statuses:
+                return self._failed(job, Fault.STATUS, str(answer), hold, timings)
+            case BadResponse():
+                return Concluded(reply=self._failure(job, 502, "bad_response", str(answer), timings), hold=hold)
+            case ModelFailure():
+                # Asked before the copy is published: a worker whose model is gone must not burn all retries by itself.
+                await self._model_health.check_now(HEALTH_LOOK_S)
+                fault = Fault.CUT if isinstance(answer, ModelCut) else Fault.GONE
+                return self._failed(job, fault, str(answer), hold, timings)
+            case Answer():
+                return self._judge(job, request, answer, hold, timings)
+            case _:
+                assert_never(answer)
+
+    def _ended(self, job: Job) -> Outcome | None:
+        """The call was closed from outside, and there is no answer."""
+        match job.ended_call_because:
+            case AlreadyAnswered(reply=known):
+                return Answered(reply=known)
+            case Interrupted() as interrupted:
+                return interrupted
+            case _:
+                job.hold = None
+                return None
 
     def _judge(self, job: Job, request: InferenceRequest, answer: Answer, hold: Hold, timings: Timings) -> Outcome:
         status = answer.status_code

@@ -5,7 +5,7 @@ change. Nothing here knows of a broker, a store or a model.
 """
 
 import math
-import unicodedata
+import re
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -22,6 +22,7 @@ CLOCK_SKEW_S: Final = 60.0
 
 LONGEST_TIMEOUT_S: Final = 30 * 86_400.0
 LONGEST_REQUEST_ID_BYTES: Final = 512
+_CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f]")
 
 Status = Literal["completed", "failed"]
 ErrorCode = Literal[
@@ -124,7 +125,7 @@ def usable_id(value: object) -> bool:
         size_bytes = len(value.encode())
     except UnicodeEncodeError:  # A lone surrogate.
         return False
-    return size_bytes <= LONGEST_REQUEST_ID_BYTES and not any(unicodedata.category(c) == "Cc" for c in value)
+    return size_bytes <= LONGEST_REQUEST_ID_BYTES and _CONTROL.search(value) is None
 
 
 def decode(body: bytes, *, message_id: str | None, infer_path: str, now: float) -> InferenceRequest:

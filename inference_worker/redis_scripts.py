@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 Argument = str | bytes | int | float
 ANSWER_S: Final = 5.0
-"""How long one command may take, the time to connect included."""
+"""How long one exchange may take, the time to connect included; a command waits for one exchange before its own."""
 
 MOST_COMMANDS: Final = 512
 MOST_BYTES: Final = 8 * 1024 * 1024
@@ -194,8 +194,6 @@ class RedisTls:
 class _Command:
     parts: tuple[Argument, ...]
     answer: asyncio.Future[Any]
-    script: Script | None = None
-    size_bytes: int = 0
 
 
 class RedisLink:
@@ -249,16 +247,11 @@ class RedisLink:
     async def _answer(self, parts: tuple[Argument, ...], script: Script | None) -> Any:
         if self._closed:
             raise StoreUnavailable("the connection to Redis was closed by us")
-        size_bytes = sum(len(part) for part in parts if isinstance(part, str | bytes))
-        command = _Command(parts, asyncio.get_running_loop().create_future(), script, size_bytes)
+        command = _Command(parts, asyncio.get_running_loop().create_future())
         self._waiting.append(command)
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send_all(), name="redis sender")
-        try:
-            async with asyncio.timeout(self._answer_s):
-                answer = await command.answer
-        except TimeoutError:
-            raise StoreUnavailable(f"Redis gave no answer within {self._answer_s:g} s") from None
+        answer = await command.answer
         if isinstance(answer, NoScriptError) and script is not None:
             # The server lost its scripts (restart, SCRIPT FLUSH): send the source along.
             return await self._answer(("EVAL", script.source, *parts[2:]), None)
@@ -275,28 +268,31 @@ class RedisLink:
                     await self._exchange(batch)
             except (RedisError, OSError, TimeoutError, ValueError) as exc:
                 await self._drop()
-                for command in batch:
-                    if not command.answer.done():
-                        command.answer.set_result(exc)
+                # Those behind it fail with it: they have waited long enough, and whoever asks again may be luckier.
+                self._answer_all([*batch, *self._waiting], exc)
+                self._waiting.clear()
             except asyncio.CancelledError:
                 # Answers, not cancellations: those who wait are not being cancelled.
-                for command in (*batch, *self._waiting):
-                    if not command.answer.done():
-                        command.answer.set_result(ConnectionError("the connection was closed by us"))
+                self._answer_all([*batch, *self._waiting], ConnectionError("the connection was closed by us"))
                 await self._drop()
                 raise
             if any(isinstance(c.answer.result(), ReadOnlyError) for c in batch if not c.answer.cancelled()):
                 await self._drop()  # Demoted by a failover: the address may lead to the new primary by now.
 
+    def _answer_all(self, commands: list[_Command], answer: Exception) -> None:
+        for command in commands:
+            if not command.answer.done():
+                command.answer.set_result(answer)
+
     def _next_batch(self) -> list[_Command]:
         batch: list[_Command] = []
         size_bytes = 0
-        while self._waiting and len(batch) < MOST_COMMANDS and (not batch or size_bytes < MOST_BYTES):
+        while self._waiting and len(batch) < MOST_COMMANDS and size_bytes < MOST_BYTES:
             command = self._waiting.popleft()
-            if command.answer.done():  # Its time was over before its turn came.
+            if command.answer.done():  # Who asked has gone.
                 continue
             batch.append(command)
-            size_bytes += command.size_bytes
+            size_bytes += sum(len(part) for part in command.parts if type(part) is bytes)
         return batch
 
     async def _exchange(self, batch: list[_Command]) -> None:

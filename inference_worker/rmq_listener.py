@@ -14,16 +14,16 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Final, Literal, assert_never
 
 import aio_pika
-import aiormq
 import structlog
-from aio_pika.exceptions import AMQPError, ChannelNotFoundEntity, ChannelPreconditionFailed, DeliveryError, PublishError
+from aio_pika.exceptions import ChannelNotFoundEntity, ChannelPreconditionFailed, DeliveryError, PublishError
 from aiormq.abc import AbstractChannel as RawChannel
 from aiormq.abc import DeliveredMessage
 from aiormq.connection import TCPTransportFactory, TLSTransportFactory, TransportFactory
-from aiormq.exceptions import ChannelAccessRefused, ProbableAuthenticationError
+from aiormq.exceptions import ChannelAccessRefused, ChannelLockedResource, ProbableAuthenticationError
 from pamqp.commands import Basic
 from yarl import URL
 
@@ -551,9 +551,10 @@ class RabbitTransport:
             return DeliveryLost(stored=stored)
         receipt.settled = True
         try:
-            async with self._session_call("settle"):
+            async with _translated("settle", CALL_S):
                 await call(self._raw(), receipt.delivery_tag)
-        except TransportLost:
+        except (TransportLost, _Refused) as exc:
+            self.lose(str(exc))
             return DeliveryLost(stored=stored)
         return Settled(how=how)
 
@@ -574,7 +575,7 @@ class RabbitTransport:
             await self._publisher.publish(
                 body, properties, exchange="", routing_key=self._topology.queue, within_s=CALL_S
             )
-        except (_Unroutable, _Refused) as exc:
+        except _Refused as exc:
             raise TransportLost(f"the broker did not take a message: {exc}") from exc
 
     async def backlog(self) -> Backlog:
@@ -693,48 +694,62 @@ class _TooLarge(_Refused):
     """The broker takes no message of this size."""
 
 
-class _Unroutable(Exception):
-    """No queue took the message."""
+class _Unroutable(_Refused):
+    """No queue took the message, or the exchange is not there."""
 
 
-@asynccontextmanager
-async def _translated(what: str, within_s: float) -> AsyncGenerator[None, None]:
-    """Give a call its time limit, and turn whatever the driver raises into errors of ours: the one place for it."""
-    try:
-        async with asyncio.timeout(within_s):
-            try:
-                yield
-            except asyncio.CancelledError as exc:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling() > 0:
-                    raise
-                # Nobody cancelled us: so the driver tells of the end of a connection whose heartbeats went unanswered.
-                raise TransportLost(f"{what}: the connection is gone") from exc
-    except (TransportLost, _Refused, _Unroutable):
-        raise
-    except TimeoutError as exc:
-        raise TransportLost(f"{what}: no answer within {within_s:g} s") from exc
-    except ProbableAuthenticationError as exc:
-        raise TransportLost(f"{what}: the broker refused the credentials") from exc
-    except PublishError as exc:
-        raise _Unroutable(f"{what}: no queue took it") from exc
-    except DeliveryError as exc:
-        raise _Refused(f"{what}: the broker rejected it") from exc
-    except ChannelPreconditionFailed as exc:
-        if "larger than" in str(exc):
-            raise _TooLarge(f"{what}: {_text(exc)}") from exc
-        raise _Refused(f"{what}: {_text(exc)}") from exc
-    except ChannelNotFoundEntity as exc:
-        if "no exchange" in str(exc):
-            raise _Unroutable(f"{what}: {_text(exc)}") from exc
-        raise _Refused(f"{what}: {_text(exc)}") from exc
-    except (ChannelAccessRefused, aiormq.exceptions.ChannelLockedResource) as exc:
-        raise _Refused(f"{what}: {_text(exc)}") from exc
-    except (AMQPError, OSError) as exc:
-        raise TransportLost(f"{what}: {_text(exc)}") from exc
-    except Exception as exc:
-        # The driver rejects pending calls with whatever closed the connection, a bare Exception included.
-        raise TransportLost(f"{what}: {_text(exc)}") from exc
+class _translated:
+    """Gives a call its time limit, and turns whatever the driver raises into errors of ours: the one place for it.
+
+    Written as a class, since it stands on the way of every message.
+    """
+
+    __slots__ = ("_limit", "_what", "_within_s")
+
+    def __init__(self, what: str, within_s: float) -> None:
+        self._what = what
+        self._within_s = within_s
+        self._limit = asyncio.timeout(within_s)
+
+    async def __aenter__(self) -> None:
+        await self._limit.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._limit.__aexit__(kind, exc, trace)
+        except TimeoutError:
+            raise TransportLost(f"{self._what}: no answer within {self._within_s:g} s") from exc
+        if exc is None or isinstance(exc, TransportLost | _Refused | _Unroutable):
+            return
+        if isinstance(exc, asyncio.CancelledError):
+            task = asyncio.current_task()
+            if task is not None and task.cancelling() > 0:
+                return
+            # Nobody cancelled us: so the driver tells of the end of a connection whose heartbeats went unanswered.
+            raise TransportLost(f"{self._what}: the connection is gone") from exc
+        if isinstance(exc, Exception):
+            raise _translation(self._what, exc) from exc
+
+
+def _translation(what: str, exc: Exception) -> Exception:
+    match exc:
+        case ProbableAuthenticationError():
+            return TransportLost(f"{what}: the broker refused the credentials")
+        case PublishError():
+            return _Unroutable(f"{what}: no queue took it")
+        case DeliveryError():
+            return _Refused(f"{what}: the broker rejected it")
+        case ChannelPreconditionFailed() if "larger than" in str(exc):
+            return _TooLarge(f"{what}: {_text(exc)}")
+        case ChannelNotFoundEntity() if "no exchange" in str(exc):
+            return _Unroutable(f"{what}: {_text(exc)}")
+        case ChannelPreconditionFailed() | ChannelNotFoundEntity() | ChannelAccessRefused() | ChannelLockedResource():
+            return _Refused(f"{what}: {_text(exc)}")
+        case _:
+            # Also what is no error of the driver's: it rejects pending calls with whatever closed the connection.
+            return TransportLost(f"{what}: {_text(exc)}")
 
 
 class _Connection(aio_pika.Connection):

@@ -9,14 +9,8 @@ T = TypeVar("T")
 
 async def stopped_within(event: asyncio.Event, seconds: float) -> bool:
     """Sleep for `seconds`, unless the event is set first; say whether it is. Every loop's pause."""
-    if event.is_set():
-        return True
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        return False
-    return True
+    await first_of(event, within_s=seconds)
+    return event.is_set()
 
 
 async def first_of(*events: asyncio.Event, within_s: float | None = None) -> None:

@@ -193,8 +193,6 @@ class Jobs:
         stopping = asyncio.create_task(self.stopping.wait())
         try:
             await asyncio.wait([stored, stopping], return_when=asyncio.FIRST_COMPLETED)
-            if stored.done():
-                stored.result()
         finally:
             await ended(stored)
             await ended(stopping)
@@ -308,7 +306,7 @@ class _Findings:
         if not isinstance(value, bool) and isinstance(value, int | float):
             with contextlib.suppress(OverflowError):
                 seconds = float(value)
-                if math.isfinite(seconds) and seconds > 0:
+                if seconds > 0:  # JSON has no infinity, and one too large for a float is not read as a number.
                     return seconds
         self._wrong("timeout_s", f"got {_shown(value)}", "a finite number of seconds above 0")
         return DEFAULT_TIMEOUT_S

@@ -4,6 +4,7 @@ Bounded: the oldest results go first, as if their time were over.
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -28,6 +29,8 @@ from inference_worker.ports import (
 MOST_RESULTS: Final = 10_000
 MOST_BYTES: Final = 256 * 1024 * 1024
 MOST_EVENTS: Final = 10_000
+LEFT_LYING_S: Final = 60.0
+"""After this time an event that was taken and not removed is handed out again."""
 
 
 @dataclass(slots=True)
@@ -57,7 +60,8 @@ class MemoryStore:
         self._leases: dict[str, _Lease] = {}
         self._told: dict[str, asyncio.Event] = {}
         self._outbox: dict[str, bytes] = {}
-        self._taken: set[str] = set()
+        self._taken: dict[str, float] = {}
+        """When an event was handed out."""
         self._events = 0
         self.notes: dict[str, bytes] = {}
         self.refused_events: list[tuple[bytes, str]] = []
@@ -162,12 +166,13 @@ class MemoryStore:
     async def take(self, limit: int) -> Sequence[OutboxEntry]:
         """See `ports.Outbox`."""
         self._ask()
+        now = self._now()
         entries = [
             OutboxEntry(entry_id=entry_id, event=event)
             for entry_id, event in self._outbox.items()
-            if entry_id not in self._taken
+            if now - self._taken.get(entry_id, -math.inf) >= LEFT_LYING_S
         ][:limit]
-        self._taken.update(entry.entry_id for entry in entries)
+        self._taken.update((entry.entry_id, now) for entry in entries)
         return entries
 
     async def sent(self, entries: Sequence[OutboxEntry]) -> None:
@@ -175,7 +180,7 @@ class MemoryStore:
         self._ask()
         for entry in entries:
             self._outbox.pop(entry.entry_id, None)
-            self._taken.discard(entry.entry_id)
+            self._taken.pop(entry.entry_id, None)
 
     async def refused(self, entry: OutboxEntry, reason: str) -> None:
         """See `ports.Outbox`."""

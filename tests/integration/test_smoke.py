@@ -36,7 +36,12 @@ async def test_requests_are_answered_billed_and_reported(
         async with WorkerProcess(env, output=tmp_path / "worker.log") as worker:
             await worker.ready(f"http://127.0.0.1:{port}/readyz")
             bodies = [
-                {"request_id": i, "received_at": time.time(), "timeout_s": 60, "payload": {"model": "tiny", "messages": []}}
+                {
+                    "request_id": i,
+                    "received_at": time.time(),
+                    "timeout_s": 60,
+                    "payload": {"model": "tiny", "messages": []},
+                }
                 for i in ids
             ]
             await publish(rabbitmq_url, queue_of(env), *bodies)

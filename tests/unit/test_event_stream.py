@@ -56,6 +56,7 @@ def delta(index: int = 0, finish: str | None = None, /, **fields: object) -> byt
     [
         pytest.param(b"data: a\n\ndata: b\n\n", [b"a", b"b"], id="two events"),
         pytest.param(b"data: a\r\n\r\ndata: b\r\n\r\n", [b"a", b"b"], id="lines may end in CRLF"),
+        pytest.param(b"data: a\r\ndata: b\r\n\r\n", [b"a\nb"], id="a CRLF is one line end wherever it is cut"),
         pytest.param(b"data: a\r\rdata: b\r\r", [b"a", b"b"], id="lines may end in CR"),
         pytest.param(b"data: a\ndata: b\n\n", [b"a\nb"], id="several data lines are one text"),
         pytest.param(b"data:a\n\ndata:  b\n\n", [b"a", b" b"], id="one space after the colon is no data"),
@@ -325,6 +326,25 @@ def test_tool_calls_without_an_index_begin_where_an_id_is_new() -> None:
     ]
 
 
+def test_tool_calls_without_an_index_go_on_where_an_id_is_known() -> None:
+    pieces = call("1", id="a", name="f"), call("2", id="b", name="g"), call("3", id="a"), call("4", id="b")
+
+    streamed = answer(*pieces, delta(0, "tool_calls"))
+
+    calls = streamed["choices"][0]["message"]["tool_calls"]
+    assert [(c["id"], c["function"]["arguments"]) for c in calls] == [("a", "13"), ("b", "24")]
+
+
+def test_an_answer_is_named_by_its_first_chunk_and_its_fingerprint_is_the_last_one() -> None:
+    first = b'data: {"id":"a","created":1,"model":"m","system_fingerprint":"f"}\n\n'
+    second = b'data: {"id":"b","created":2,"model":"n","system_fingerprint":"g"}\n\n'
+
+    streamed = answer(first, second, event(choices=[choice(0, "stop")]))
+
+    assert (streamed["id"], streamed["created"], streamed["model"]) == ("a", 1, "m")
+    assert streamed["system_fingerprint"] == "g"
+
+
 def test_unknown_fields_are_kept() -> None:
     streamed = answer(
         event(choices=[{"index": 0, "delta": {"thought": "a", "links": [1]}, "matched": None}], provider="p"),
@@ -389,6 +409,24 @@ def test_a_template_reads_what_a_full_reading_reads(
         return kept, done.first_token_at, done.tbt_s
 
     assert read(stream(unlike=False)) == read(stream(unlike=True))
+
+
+def test_a_template_is_for_one_choice_also_where_the_index_stands_last() -> None:
+    pieces = [
+        event(choices=[{"delta": {"content": text}, "finish_reason": None, "index": i}])
+        for text in "abc"
+        for i in (0, 1)
+    ]
+
+    streamed = answer(*pieces, delta(0, "stop"), delta(1, "stop"), choices=2)
+
+    assert [c["message"]["content"] for c in streamed["choices"]] == ["abc", "abc"]
+
+
+def test_a_template_is_for_the_text_and_no_other_string_of_its_name() -> None:
+    pieces = [event(choices=[{"index": 0, "aside": {"content": aside}, "delta": {"content": "a"}}]) for aside in "xyz"]
+
+    assert answer(*pieces, delta(0, "stop"))["choices"][0]["message"]["content"] == "aaa"
 
 
 def test_two_strings_in_the_place_of_one_are_a_bad_response() -> None:

@@ -1,0 +1,1 @@
+"""Measurements, not tests: `make bench`, or `python -m tests.bench throughput|latency`."""
