@@ -192,7 +192,7 @@ class Worker:
         model = self._settings.model
         return HealthChecker(
             self.model_health,
-            base_url=model.url_now(),
+            base_url=model.url_now,
             health_path=model.health_path,
             hf_model_id=self._settings.identity.hf_model_id,
             api_key=model.api_key_now,
@@ -205,7 +205,7 @@ class Worker:
     def _reporter(self, scraper: httpx.AsyncClient) -> MetricsReporter:
         identity, settings = self._settings.identity, self._settings.metrics
         return MetricsReporter(
-            url=settings.url_now(),
+            url=None if settings.url is None else settings.url.now,
             token=settings.service_token_now,
             buffer=self._buffer,
             health=self.model_health,
@@ -224,10 +224,10 @@ class Worker:
         )
 
     async def _drainer(self, stack: AsyncExitStack) -> BillingDrainer | None:
-        url = self._settings.billing.url_now()
+        url = self._settings.billing.url
         if url is None:
             return None
-        sink = await stack.enter_async_context(CroesusSink(url, now=self._outside.now, verify=self._tls))
+        sink = await stack.enter_async_context(CroesusSink(url.now, now=self._outside.now, verify=self._tls))
         return BillingDrainer(
             self._stores.outbox,
             sink,
@@ -312,7 +312,7 @@ async def worker(
     async with AsyncExitStack() as stack:
         model = await stack.enter_async_context(
             HttpModelClient(
-                settings.model.url_now(),
+                settings.model.url_now,
                 now=outside.now,
                 budget=budget,
                 max_response_bytes=settings.model.max_response_bytes,

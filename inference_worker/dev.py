@@ -118,7 +118,8 @@ async def _run(
             view.url = await _open_intake(settings, jobs, intake, console)
             view.model = await _model_name(settings)
             _say_where(settings, parts, view, console, mocked=mocked)
-            if await _ready(sidecar, stop, console) and options.samples:
+            if await _ready(sidecar, stop, console):
+                view.model = await _model_name(settings)  # Which one that was still loading could not say before.
                 await _send_samples(view, settings, options.samples, stop, console)
             if not stop.is_set():
                 _say_how(view, settings.model.infer_path, console)
@@ -403,6 +404,8 @@ class _Sample:
 
 async def _send_samples(view: "_View", settings: Settings, count: int, stop: asyncio.Event, console: Console) -> None:
     """Send a few requests through the intake, as anybody would, and show what came back."""
+    if not count:
+        return
     console.print(f"\nSending {count} sample request{'s' if count != 1 else ''} through the HTTP intake", style="bold")
     path = settings.model.infer_path
     async with httpx.AsyncClient(base_url=view.url, trust_env=False, timeout=90.0) as client:

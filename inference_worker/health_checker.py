@@ -30,7 +30,7 @@ class HealthChecker:
         self,
         health: Health,
         *,
-        base_url: str,
+        base_url: Callable[[], str],
         health_path: str,
         hf_model_id: str,
         api_key: Callable[[], str | None],
@@ -41,7 +41,7 @@ class HealthChecker:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._health = health
-        self._base_url = base_url.rstrip("/")
+        self._base_url = base_url
         self._health_path = health_path
         self._hf_model_id = hf_model_id
         self._api_key = api_key
@@ -110,7 +110,7 @@ class HealthChecker:
 
     async def _status_code(self, client: httpx.AsyncClient) -> int:
         """The status alone: a body may be empty, or never end."""
-        async with client.stream("GET", self._base_url + self._health_path, headers=self._headers()) as response:
+        async with client.stream("GET", self._base_url() + self._health_path, headers=self._headers()) as response:
             return response.status_code
 
     async def _identify(self, client: httpx.AsyncClient) -> None:
@@ -130,7 +130,7 @@ class HealthChecker:
         self._last_served = served
 
     async def _served(self, client: httpx.AsyncClient) -> frozenset[str]:
-        async with client.stream("GET", f"{self._base_url}/v1/models", headers=self._headers()) as response:
+        async with client.stream("GET", f"{self._base_url()}/v1/models", headers=self._headers()) as response:
             if not response.is_success:
                 raise ValueError(f"HTTP {response.status_code}")
             body = bytearray()

@@ -28,9 +28,9 @@ from inference_worker.disposition import (
     Nack,
     NotStored,
     Outcome,
+    Republish,
     RetryPolicy,
     Settled,
-    Settlement,
     StoreSilent,
     decide,
 )
@@ -245,7 +245,8 @@ class Listener:
 
     async def _pump(self, transport: Transport) -> None:
         try:
-            while True:
+            # Asked after each one: what a transport has at hand comes without a pause in which `_take` could end this.
+            while not self.suspended:
                 self._start(transport, await transport.receive())
         except TransportLost:
             return  # `transport.lost` tells the one who waits.
@@ -296,7 +297,13 @@ class Listener:
         while True:
             outcome = await self._processor.process(job)
             begun = asyncio.get_running_loop().time()
-            settlement, outcome = await self._settle(transport, job, outcome)
+            # The call has given back what it counted; until it is stored an answer is held twice, as it is and encoded.
+            held_bytes = 2 * _size_of(outcome)
+            self._budget.add(held_bytes)
+            try:
+                settlement, outcome = await self._settle(transport, job, outcome)
+            finally:
+                self._budget.release(job, held_bytes)
             match settlement:
                 case Settled(how=how):
                     self._note(job, outcome, how, asyncio.get_running_loop().time() - begun)
@@ -308,14 +315,18 @@ class Listener:
                     # Our failure does not count: another worker rightly runs the request. Wait for it as on arrival.
                     await first_of(job.delivery.lost, within_s=min(left_s, 1.0))
                 case _:
-                    raise AssertionError(settlement)
+                    assert_never(settlement)
 
-    async def _settle(self, transport: Transport, job: Job, outcome: Outcome) -> tuple[Settlement, Outcome]:
+    async def _settle(
+        self, transport: Transport, job: Job, outcome: Outcome
+    ) -> tuple[Settled | DeliveryLost | Busy, Outcome]:
         """Decide and carry out, until the message is settled, lost, or another's."""
         loop = asyncio.get_running_loop()
         patient_until = loop.time() + self._store_patience_s
         while True:
             disposition = self._decide(job, outcome)
+            if isinstance(disposition, Nack | Republish):
+                job.hold = None  # It is released in there: a renewal after that would take it back for a whole lease.
             settlement = await transport.settle(job.delivery, disposition)
             match settlement:
                 case Settled() | DeliveryLost():
@@ -342,12 +353,13 @@ class Listener:
 
     async def _keep(
         self, transport: Transport, job: Job, outcome: Outcome, disposition: Disposition
-    ) -> tuple[Settlement, Outcome]:
+    ) -> tuple[Settled | DeliveryLost, Outcome]:
         """The store is away: hand the message back, keep the answer and its slot, and store it once that is possible.
 
         Nothing is consumed before: so the same worker does not call the model twice.
         """
         settlement = await transport.settle(job.delivery, Nack())
+        assert isinstance(settlement, Settled | DeliveryLost)
         if not isinstance(outcome, Concluded | Failed) or isinstance(disposition, Nack):
             return settlement, NotStored()
         reply, event = outcome.reply, outcome.usage_event if isinstance(outcome, Concluded) else None
@@ -531,6 +543,11 @@ def _why(outcome: Outcome) -> str | None:
             return reply.error[:300] if reply.error is not None and reply.error_code != "model_error" else None
         case _:
             return None
+
+
+def _size_of(outcome: Outcome) -> int:
+    """How many bytes of an answer wait to be stored."""
+    return len(outcome.reply.result or b"") if isinstance(outcome, Concluded) else 0
 
 
 def _id_of(job: Job) -> str | None:

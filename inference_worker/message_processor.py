@@ -208,9 +208,9 @@ class MessageProcessor:
     async def renew_leases(self, until: asyncio.Event) -> None:
         """Keep every claim of this process alive: three times a lease, all in one go."""
         while not await stopped_within(until, self._lease_s / 3):
-            held = [job for job in self._jobs.values() if job.hold is not None]
+            held = [(job, job.hold) for job in self._jobs.values() if job.hold is not None]
             if held:
-                await asyncio.gather(*(self._renew_quietly(job) for job in held))
+                await asyncio.gather(*(self._renew_quietly(job, hold) for job, hold in held))
 
     # ------------------------------------------------------------ the steps
 
@@ -415,9 +415,9 @@ class MessageProcessor:
             if job.delivery.lost.is_set() or self._stopping.is_set():
                 return Interrupted(reason="the store did not answer", hold=hold)
 
-    async def _renew_quietly(self, job: Job) -> None:
-        assert job.hold is not None
-        hold = job.hold
+    async def _renew_quietly(self, job: Job, hold: Hold) -> None:
+        if job.hold is not hold:  # It was given up between the look and this task's first step.
+            return
         try:
             renewal = await self._store.renew(hold.request_id, hold.token)
         except StoreUnavailable as exc:

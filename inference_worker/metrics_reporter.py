@@ -55,7 +55,7 @@ class MetricsReporter:
     def __init__(
         self,
         *,
-        url: str | None,
+        url: Callable[[], str] | None,
         token: Callable[[], str | None],
         buffer: MetricsBuffer,
         health: Health,
@@ -74,7 +74,7 @@ class MetricsReporter:
         verify: ssl.SSLContext | bool = True,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._url = None if url is None else url.rstrip("/") + "/metrics"
+        self._url = url
         self._token = token
         self._buffer = buffer
         self._health = health
@@ -114,7 +114,7 @@ class MetricsReporter:
                 # At most half of the time for looking round, or a model that hangs would cost the batch.
                 body = await self._batch(records, dropped, within_s=within_s / 2)
                 if self._url is not None:
-                    await self._post(client, self._url, body)
+                    await self._post(client, f"{self._url()}/metrics", body)
             arrived = True
         except (TimeoutError, httpx.TimeoutException):
             self._failed(f"no answer within {within_s:g} s", len(records))

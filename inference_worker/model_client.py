@@ -39,7 +39,7 @@ class HttpModelClient:
 
     def __init__(
         self,
-        base_url: str,
+        base_url: Callable[[], str],
         *,
         now: Callable[[], float],
         budget: ByteBudget,
@@ -51,7 +51,7 @@ class HttpModelClient:
         tbt_header: str = "x-tbt",
     ) -> None:
         """`now` tells Unix seconds, for a `Retry-After` that is a date. Make it inside a running loop."""
-        self._base_url = base_url.rstrip("/")
+        self._base_url = base_url
         self._now = now
         self._budget = budget
         self._max_response_bytes = max_response_bytes
@@ -105,7 +105,7 @@ class HttpModelClient:
     async def _warm_one(self) -> None:
         with suppress(aiohttp.ClientError, OSError, TimeoutError):
             async with asyncio.timeout(WARM_S):
-                response = await self._session.get(self._base_url + self._health_path, allow_redirects=False)
+                response = await self._session.get(self._base_url() + self._health_path, allow_redirects=False)
                 try:
                     await response.content.readexactly(UNCOUNTED_BYTES)
                 except asyncio.IncompleteReadError:  # All of it has been read: the connection is kept.
@@ -121,7 +121,7 @@ class HttpModelClient:
             call.body = _Body(payload)
             try:
                 call.response = response = await self._session.post(
-                    self._base_url + endpoint, data=call.body, headers=headers, allow_redirects=False
+                    self._base_url() + endpoint, data=call.body, headers=headers, allow_redirects=False
                 )
                 if stream and 200 <= response.status < 300 and response.content_type == "text/event-stream":
                     return await self._read_stream(call, response, choices_asked(payload), begun_at)

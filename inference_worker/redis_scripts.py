@@ -120,8 +120,10 @@ if ARGV[4] == 'failed' and ARGV[6] ~= '1' then
   local now = millis()
   if c[1] and c[1] ~= ARGV[1] and tonumber(c[2]) > now then return {'BUSY', tonumber(c[2]) - now} end
 end
-redis.call('SET', KEYS[1], ARGV[2], 'EX', ARGV[3])
+-- The event first: where the outbox cannot be written (a user without XADD, a key of another kind), a script is not
+-- rolled back, and a result without its event would never be billed.
 if ARGV[5] ~= '' then redis.call('XADD', KEYS[3], '*', 'event', ARGV[5]) end
+redis.call('SET', KEYS[1], ARGV[2], 'EX', ARGV[3])
 redis.call('DEL', KEYS[2])
 redis.call('PUBLISH', KEYS[1], ARGV[4])
 return {'STORED'}

@@ -95,14 +95,14 @@ class CroesusSink:
 
     def __init__(
         self,
-        base_url: str,
+        base_url: Callable[[], str],
         *,
         now: Callable[[], float],
         timeout_s: float = 10.0,
         verify: ssl.SSLContext | bool = True,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._url = base_url.rstrip("/") + "/events"
+        self._base_url = base_url
         self._now = now
         self._timeout_s = timeout_s
         self._client = httpx.AsyncClient(
@@ -133,7 +133,7 @@ class CroesusSink:
                 asyncio.timeout(self._timeout_s),
                 self._client.stream(
                     "POST",
-                    self._url,
+                    f"{self._base_url()}/events",
                     content=b"[" + b",".join(events) + b"]",
                     headers={"Content-Type": BATCH_CONTENT_TYPE},
                 ) as response,

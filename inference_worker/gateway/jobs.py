@@ -349,10 +349,7 @@ class _Findings:
 
 
 def _shown(value: object) -> str:
-    try:
-        text = msgspec.json.encode(value).decode()
-    except (TypeError, UnicodeEncodeError):
-        text = type(value).__name__
+    text = msgspec.json.encode(value).decode()
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 

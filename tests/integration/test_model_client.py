@@ -113,7 +113,7 @@ def chunked(*parts: bytes, end: bool = True, kind: str = "text/event-stream; cha
 
 def client(url: str, **options: Any) -> HttpModelClient:
     options = {"now": lambda: NOW, "budget": ByteBudget(1 << 26), "max_response_bytes": 1 << 20, **options}
-    return HttpModelClient(url, **options)
+    return HttpModelClient(lambda: url, **options)
 
 
 async def infer(model: ModelClient, payload: object = None, *, stream: bool = False, timeout_s: float = 5.0) -> Answer:

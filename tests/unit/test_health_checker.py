@@ -74,7 +74,7 @@ async def checking(
 ) -> AsyncGenerator[HealthChecker]:
     checker = HealthChecker(
         health,
-        base_url="http://model:8000/",
+        base_url=lambda: "http://model:8000",
         health_path="/health",
         hf_model_id="org/model",
         api_key=api_key,

@@ -125,7 +125,7 @@ class Worker:
             return self.queue_depth
 
         options: dict[str, Any] = {
-            "url": "http://metrics/",
+            "url": lambda: "http://metrics",
             "token": lambda: self.token(),
             "buffer": self.buffer,
             "health": self.health,

@@ -157,7 +157,7 @@ async def sent(
     server: Callable[[httpx.Request], object], events: list[bytes] | None = None, **options: float
 ) -> Delivered | Refused:
     async with CroesusSink(
-        "http://croesus/billing/",
+        lambda: "http://croesus/billing",
         now=lambda: NOW,
         verify=False,
         transport=httpx.MockTransport(server),  # type: ignore[arg-type] # it takes coroutine functions, too
