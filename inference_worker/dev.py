@@ -6,16 +6,17 @@ Redis, a model) is used instead of what is embedded, each by itself.
 
 import asyncio
 import errno
+import io
 import json
-import logging
 import secrets
 import shlex
 import socket
+import sys
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
 import httpx
 import msgspec
@@ -80,8 +81,7 @@ async def run_dev(settings: Settings, outside: Outside, options: DevOptions, sto
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console = Console(highlight=False, soft_wrap=True, width=PLAIN_COLUMNS)
-    if "level" not in settings.log.model_fields_set:
-        logs.set_level("warning")
+    logs.set_level(_log_level(settings))
     try:
         async with AsyncExitStack() as stack:
             await _run(settings, outside, options, stop, console, stack)
@@ -547,7 +547,7 @@ class _View:
     async def _show_live(self, stop: asyncio.Event) -> None:
         self._console.print("What happens now (Ctrl-C stops it):", style="bold")
         with (
-            _logs_above(self._console),
+            _logs_above(self._console, self._parts.settings),
             Live(
                 self._panel(await self._numbers()), console=self._console, auto_refresh=False, redirect_stdout=False
             ) as live,
@@ -612,34 +612,34 @@ class _View:
 
 
 @contextmanager
-def _logs_above(console: Console) -> Generator[None, None, None]:
-    """Log lines that go to the terminal are printed above the live view instead of through it."""
-    moved: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, logging.StreamHandler) and handler.stream.isatty():
-            before = handler.setStream(_Above(console))
-            if before is not None:
-                moved.append((handler, before))
+def _logs_above(console: Console, settings: Settings) -> Generator[None, None, None]:
+    """Log lines that go to the same terminal are printed above the live view instead of through it."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    logs.configure(_log_level(settings), "console", _Above(console))
     try:
         yield
     finally:
-        for handler, stream in moved:
-            handler.setStream(stream)
+        logs.configure(_log_level(settings), "console", sys.stderr)
 
 
-class _Above:
-    """As much of a text stream as a log handler uses."""
+def _log_level(settings: Settings) -> logs.Level:
+    """Quiet, unless the environment says otherwise: the view tells what `info` would."""
+    return settings.log.level if "level" in settings.log.model_fields_set else "warning"
+
+
+class _Above(io.StringIO):
+    """Where a log writes lines; keeps none."""
 
     def __init__(self, console: Console) -> None:
+        super().__init__()
         self._console = console
 
     def write(self, text: str) -> int:
         if line := text.rstrip("\n"):
             self._console.print(Text.from_ansi(line))
         return len(text)
-
-    def flush(self) -> None:
-        pass
 
     def isatty(self) -> bool:
         return True
