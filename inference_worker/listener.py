@@ -53,6 +53,9 @@ WATCHDOG_S: Final = 30.0
 AFTER_GRACE_S: Final = 2.0
 """How long handing back may take once the grace is over; closing connections ends what hangs then."""
 
+LAST_WRITE_S: Final = 1.0
+"""How long a store that was away all the time is waited for, once more, before an answer is given up at the end."""
+
 
 class Warm(Protocol):
     """Opens connections before the first message needs them. Never fails."""
@@ -297,8 +300,8 @@ class Listener:
         while True:
             outcome = await self._processor.process(job)
             begun = asyncio.get_running_loop().time()
-            # The call has given back what it counted; until it is stored an answer is held twice, as it is and encoded.
-            held_bytes = 2 * _size_of(outcome)
+            # The call has given back what it counted, but an answer is held until it is stored, which may take long.
+            held_bytes = _size_of(outcome)
             self._budget.add(held_bytes)
             try:
                 settlement, outcome = await self._settle(transport, job, outcome)
@@ -372,7 +375,7 @@ class Listener:
             while True:
                 last = await stopped_within(self._grace_over, STORE_LOOK_S)
                 try:
-                    async with asyncio.timeout(AFTER_GRACE_S if last else None):
+                    async with asyncio.timeout(LAST_WRITE_S if last else None):
                         await self._store.write(reply, event, outcome.hold.token)
                 except (StoreUnavailable, TimeoutError) as exc:
                     if last:

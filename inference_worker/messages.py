@@ -22,6 +22,9 @@ CLOCK_SKEW_S: Final = 60.0
 
 LONGEST_TIMEOUT_S: Final = 30 * 86_400.0
 LONGEST_REQUEST_ID_BYTES: Final = 512
+_HALF_CHARACTER: Final = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f]")
 
 Status = Literal["completed", "failed"]
@@ -137,7 +140,8 @@ def decode(body: bytes, *, message_id: str | None, infer_path: str, now: float) 
     fallback = message_id if usable_id(message_id) else None
     fields = _object(body, "the message", fallback)
     request_id = _decoded(fields.get("request_id"))
-    if not isinstance(request_id, str) or not usable_id(request_id):
+    # A mended id is not the one that was sent: two requests could share it.
+    if not isinstance(request_id, str) or not usable_id(request_id) or _id_was_mended(request_id, body):
         raise MalformedRequest(
             "request_id must be a string of 1 to 512 bytes of UTF-8 without control characters", fallback
         )
@@ -147,7 +151,7 @@ def decode(body: bytes, *, message_id: str | None, infer_path: str, now: float) 
         raise MalformedRequest(f"timeout_s must be above 0, got {timeout_s:g}", request_id)
     if "payload" not in fields:
         raise MalformedRequest("payload is missing: a JSON object is expected", request_id)
-    payload = bytes(fields["payload"])
+    payload = _as_it_came(bytes(fields["payload"]), body)
     parts = _object(payload, "payload", request_id)
     stream = bytes(parts.get("stream", b"")) == b"true"
     return InferenceRequest(
@@ -233,7 +237,10 @@ def whole_json(body: bytes) -> bool:
     try:
         body.decode()
         msgspec.json.decode(body, type=msgspec.Raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except (msgspec.DecodeError, RecursionError):
+        mended = _mended(body)
+        return mended != body and whole_json(mended)
+    except UnicodeDecodeError:
         return False
     return True
 
@@ -241,7 +248,7 @@ def whole_json(body: bytes) -> bool:
 def usage_of(result: bytes) -> Usage | None:
     """The tokens that an OpenAI-shaped answer says it used, or None where it says none."""
     try:
-        usage = msgspec.json.decode(result, type=_WithUsage).usage
+        usage = msgspec.json.decode(_mended(result), type=_WithUsage).usage
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
     if usage is None:
@@ -261,7 +268,7 @@ def error_text(body: bytes, reason: str) -> str:
     `error.message`, else `message`, else `detail`, else the first 1,000 characters of the body, else the reason phrase.
     """
     try:
-        said = msgspec.json.decode(body)
+        said = msgspec.json.decode(_mended(body))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         said = None
     if isinstance(said, dict):
@@ -306,7 +313,29 @@ def _object(body: bytes, what: str, request_id: str | None) -> dict[str, msgspec
     except msgspec.ValidationError as exc:
         raise MalformedRequest(f"{what} must be a JSON object: {exc}", request_id) from exc
     except (msgspec.DecodeError, RecursionError) as exc:
+        if (mended := _mended(body)) != body:
+            return _object(mended, what, request_id)
         raise MalformedRequest(f"{what} must be JSON: {exc}", request_id) from exc
+
+
+def _mended(body: bytes) -> bytes:
+    """The same text with escapes of half a character in the place of a whole one: legal JSON that our parser refuses.
+
+    Browsers write them when a string is cut in the middle of an emoji. The length stays, and so does every other byte.
+    """
+    return _HALF_CHARACTER.sub(b"\\\\ufffd", body) if b"\\ud" in body or b"\\uD" in body else body
+
+
+def _id_was_mended(request_id: str, body: bytes) -> bool:
+    return "\ufffd" in request_id and _mended(body) != body
+
+
+def _as_it_came(part: bytes, body: bytes) -> bytes:
+    """A slice of a text that had to be mended, as it was before."""
+    if part in body:
+        return part
+    start = _mended(body).find(part)
+    return body[start : start + len(part)]
 
 
 def _decoded(raw: msgspec.Raw | None) -> object:
@@ -367,5 +396,7 @@ def _with_usage(payload: bytes, parts: dict[str, msgspec.Raw]) -> bytes:
         return payload  # Not an object: the model will say so better than we.
     if "include_usage" in options:
         return payload
+    if "stream_options" not in parts:
+        return payload.rstrip()[:-1] + b',"stream_options":{"include_usage":true}}'
     options["include_usage"] = msgspec.Raw(b"true")
     return msgspec.json.encode({**parts, "stream_options": options})

@@ -1,10 +1,8 @@
-"""Waiting: until told to stop, for the first of several, and past a cancellation. Knows nothing of what waits."""
+"""Waiting: until told to stop, and for the first of several; and a bound on bytes. Knows nothing of what waits."""
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from collections.abc import Awaitable
+from typing import Any
 
 
 async def stopped_within(event: asyncio.Event, seconds: float) -> bool:
@@ -24,29 +22,6 @@ async def first_of(*events: asyncio.Event, within_s: float | None = None) -> Non
         for wait in waits:
             wait.cancel()
         await asyncio.wait(waits)
-
-
-async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` to its end even when the caller is cancelled meanwhile; the cancellation is raised afterwards.
-
-    The only shield of the house: what has been begun at a settle must not stop half-way.
-    """
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as exc:
-            if task.cancelled():
-                raise
-            cancelled = exc
-        except BaseException:  # noqa: BLE001 - it is raised below, by result()
-            break
-    if cancelled is not None:
-        if not task.cancelled() and task.exception() is not None:
-            raise cancelled from task.exception()
-        raise cancelled
-    return task.result()
 
 
 async def ended(task: "asyncio.Task[Any]") -> None:

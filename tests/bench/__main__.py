@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import aio_pika
 from redis.asyncio import Redis as RedisClient
 from rich.console import Console
 from rich.progress import Progress
@@ -39,8 +40,6 @@ console = Console()
 
 async def fill(url: str, queue: str, count: int) -> list[str]:
     """Publish so many messages, confirmed, and return their ids."""
-    import aio_pika
-
     ids = [f"{queue}-{n}" for n in range(count)]
     async with channel_of(url) as channel:
         for start in range(0, count, 500):
@@ -66,7 +65,7 @@ async def rate(redis: RedisClient, ids: Sequence[str]) -> float:
     stored = await redis.mget([f"infer_resp:{i}" for i in ids])
     lost = [i for i, value in zip(ids, stored, strict=True) if value is None]
     assert not lost, f"{len(lost)} of {len(ids)} requests have no result"
-    finished = sorted(json.loads(value)["finished_at"] for value in stored if value is not None)
+    finished: list[float] = sorted(json.loads(value)["finished_at"] for value in stored if value is not None)
     return (len(finished) - 1) / (finished[-1] - finished[0])
 
 
@@ -118,8 +117,10 @@ async def throughput(args: argparse.Namespace, rabbit: Rabbit, redis: Redis) -> 
         model = WorkerProcess(
             {},
             output=folder / "model.log",
-            command=[sys.executable, "-m", "inference_worker", "mock-model", "--port", str(port)]
-            + ["--latency", "0.005", "--tokens-per-second", "0", "--max-num-seqs", "1024"],
+            command=[
+                *(sys.executable, "-m", "inference_worker", "mock-model", "--port", str(port)),
+                *("--latency", "0.005", "--tokens-per-second", "0", "--max-num-seqs", "1024"),
+            ],
         )
         task = bar.add_task("rounds", total=len(args.in_flight) * args.rounds * 2)
         async with model:

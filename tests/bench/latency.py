@@ -124,7 +124,7 @@ def _time_the_model(marks: Marks) -> None:
         finally:
             marks.mark("answered")
 
-    HttpModelClient.infer = timed  # type: ignore[assignment,method-assign]  # As above.
+    HttpModelClient.infer = timed  # type: ignore[method-assign]  # As above.
 
 
 def _timed_queue(
