@@ -13,12 +13,19 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
+import aio_pika
 import pytest
 from redis.asyncio import Redis as RedisClient
+from structlog.testing import capture_logs
 
+from tests.faults.model import FakeModel
 from tests.faults.proxy import TcpProxy
+from tests.faults.sinks import BillingServer
+from tests.faults.system import System
+from tests.in_process import PACE, Broker, InProcess, Neighbours, in_process
 from tests.services import Given, Rabbit, Redis, Supply, Unavailable, choose
 from tests.waiting import eventually
+from tests.worker_env import worker_env
 
 TIMEOUT_S = 120
 DATABASES = 16
@@ -26,6 +33,7 @@ NEEDS_CONTROL_FIXTURES = frozenset({"vhost", "own_redis"})
 
 OwnRedis = Callable[..., Awaitable[Redis]]
 MakeProxy = Callable[..., Awaitable[TcpProxy]]
+RunningWorker = Callable[..., Awaitable[InProcess]]
 
 
 class Services:
@@ -198,6 +206,70 @@ async def proxy() -> AsyncGenerator[MakeProxy]:
             return await made.enter_async_context(TcpProxy(host, port, speaks=speaks))
 
         yield make
+
+
+@pytest.fixture
+async def model() -> AsyncGenerator[FakeModel]:
+    """The model of this test's workers in the process."""
+    async with FakeModel() as made:
+        yield made
+
+
+@pytest.fixture
+async def billing() -> AsyncGenerator[BillingServer]:
+    """Where this test's workers in the process send usage to."""
+    async with BillingServer() as made:
+        yield made
+
+
+@pytest.fixture
+async def broker(rabbitmq_url: str) -> AsyncGenerator[Broker]:
+    """A connection of the test's own to the shared broker."""
+    async with await aio_pika.connect(rabbitmq_url) as connection:
+        yield Broker(connection)
+
+
+@pytest.fixture
+async def running_worker(
+    rabbitmq_url: str,
+    redis_url: str,
+    redis_client: RedisClient,
+    deployment_id: str,
+    model: FakeModel,
+    billing: BillingServer,
+    broker: Broker,
+) -> AsyncGenerator[RunningWorker]:
+    """`await running_worker(RABBITMQ_PREFETCH="4")`: a worker in this process, consuming unless `ready=False`."""
+    async with AsyncExitStack() as running:
+        log = running.enter_context(capture_logs())
+        started: list[InProcess] = []
+
+        async def start(*, ready: bool = True, redis: RedisClient = redis_client, **changes: str) -> InProcess:
+            env = worker_env(
+                rabbitmq_url=rabbitmq_url, redis_url=redis_url, model_url=model.url, deployment_id=deployment_id
+            )
+            env |= PACE | {"CROESUS_HOST": billing.url} | changes
+            env = {name: value for name, value in env.items() if value}
+            at = Neighbours(broker=broker, redis=redis, model=model, billing=billing, log=log)
+            made = await running.enter_async_context(in_process(env, at))
+            started.append(made)
+            if ready:
+                await made.consuming()
+            return made
+
+        yield start
+    for one in started:
+        await broker.delete(one.queue, one.dlq)
+        await broker.delete_exchange(one.env["INFERENCE_DLX"])
+
+
+@pytest.fixture
+async def system(rabbitmq_url: str, redis_url: str, deployment_id: str, tmp_path: Path) -> AsyncGenerator[System]:
+    """One deployment on the run's broker and store, with model and sinks; the test starts its workers."""
+    async with System(
+        rabbitmq_url=rabbitmq_url, redis_url=redis_url, deployment_id=deployment_id, folder=tmp_path
+    ) as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)
