@@ -1,6 +1,7 @@
 """Chooses the parts, joins them, and ends them in the right order. The `match` statements are the only registry."""
 
 import asyncio
+import gc
 import random
 import secrets
 import ssl
@@ -79,6 +80,7 @@ class Worker:
         self._stores = stores
         self._tls: ssl.SSLContext | bool = tls if tls is not None else True
         self.metrics = metrics
+        self._budget = budget
         self.model_health = Health("model")
         self.store_health = Health("store")
         self._buffer = MetricsBuffer(MOST_RECORDS, count_lost=metrics.records_lost)
@@ -184,6 +186,7 @@ class Worker:
 
     def _exposition(self, accept: str) -> tuple[bytes, str]:
         self.metrics.in_flight.set(self.listener.in_flight)
+        self.metrics.held_bytes.set(self._budget.held_bytes)
         return self.metrics.exposition(accept)
 
     # ------------------------------------------------------------ parts
@@ -341,16 +344,15 @@ async def worker(
 async def redis_stores(settings: Settings) -> AsyncGenerator[Stores, None]:
     """Results and outbox in Redis."""
     from inference_worker.redis_scripts import RedisLink, RedisTls
+    from inference_worker.results.notifications import Notifications
     from inference_worker.results.redis import RedisOutbox, RedisStore
 
     identity, redis, tls = settings.identity, settings.redis, settings.tls
-    link = RedisLink(
-        redis.url_now,
-        lambda: None,
-        client_name=_client_name(settings),
-        tls=RedisTls(ca_file=tls.ca_file, cert_file=tls.cert_file, key_file=tls.key_file),
-    )
-    async with link.open():
+    name = _client_name(settings)
+    files = RedisTls(ca_file=tls.ca_file, cert_file=tls.cert_file, key_file=tls.key_file)
+    link = RedisLink(redis.url_now, lambda: None, client_name=name, tls=files)
+    told = Notifications(link, redis.url_now, lambda: None, client_name=name, tls=files)
+    async with link.open(), told.open():
         yield Stores(
             results=RedisStore(
                 link,
@@ -358,6 +360,7 @@ async def redis_stores(settings: Settings) -> AsyncGenerator[Stores, None]:
                 replica_id=identity.replica_id,
                 lease_s=redis.claim_lease_s,
                 ttl_s=redis.response_ttl_s,
+                notifications=told,
             ),
             outbox=RedisOutbox(link, deployment_id=identity.deployment_id, replica_id=identity.replica_id),
         )
@@ -400,5 +403,10 @@ def _client_name(settings: Settings) -> str:
 
 async def run_worker(settings: Settings, outside: Outside, stop: asyncio.Event) -> None:
     """The `run` command: until told to stop."""
+    # What is loaded by now stays for ever, and a request makes hardly any cycles: looking for them after every few of
+    # its objects, as is the default, costs some percent of each.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
     async with worker(settings, outside) as sidecar:
         await sidecar.run(stop)

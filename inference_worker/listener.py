@@ -50,11 +50,11 @@ STORE_LOOK_S: Final = 1.0
 WATCHDOG_S: Final = 30.0
 """How often an idle consumer is held against the queue: one that looks alive and gets nothing is replaced."""
 
-AFTER_GRACE_S: Final = 2.0
-"""How long handing back may take once the grace is over; closing connections ends what hangs then."""
+AFTER_GRACE_S: Final = 1.0
+"""How long each step of handing back may take once the grace is over; closing connections ends what hangs then.
 
-LAST_WRITE_S: Final = 1.0
-"""How long a store that was away all the time is waited for, once more, before an answer is given up at the end."""
+There are three, and the sinks' last flushes (5 s) come after them: all of it must be over 10 s after the grace.
+"""
 
 
 class Warm(Protocol):
@@ -108,6 +108,7 @@ class Listener:
         self._kept = 0
         self._received = 0
         self._told_at = 0.0
+        self._log = log
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -144,6 +145,7 @@ class Listener:
     async def run(self, stop: asyncio.Event) -> None:
         """Listen until told to stop, and return once everything in hand is settled or given back."""
         over = asyncio.Event()
+        self._log = log.bind()  # Once: what a log line costs is mostly finding its logger.
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch_store(over), name="store watch")
             group.create_task(self._processor.renew_leases(over), name="leases")
@@ -261,7 +263,6 @@ class Listener:
         self._budget.add(len(delivery.body))
         if self._budget.full:
             self.suspend_consuming("memory", f"{self._budget.held_bytes} bytes are held")
-        self._metrics.held_bytes.set(self._budget.held_bytes)
         task = asyncio.create_task(self._handle(transport, delivery))
         self._jobs.add(task)
         task.add_done_callback(lambda _: self._finished(task, delivery))
@@ -269,7 +270,6 @@ class Listener:
     def _finished(self, task: asyncio.Task[None], delivery: Delivery) -> None:
         self._jobs.discard(task)
         self._budget.release(delivery, len(delivery.body))
-        self._metrics.held_bytes.set(self._budget.held_bytes)
         if "memory" in self.suspended and self._budget.held_bytes <= self._budget.limit_bytes // 2:
             self.resume_consuming("memory")
         if not self._jobs:
@@ -375,7 +375,7 @@ class Listener:
             while True:
                 last = await stopped_within(self._grace_over, STORE_LOOK_S)
                 try:
-                    async with asyncio.timeout(LAST_WRITE_S if last else None):
+                    async with asyncio.timeout(AFTER_GRACE_S if last else None):
                         await self._store.write(reply, event, outcome.hold.token)
                 except (StoreUnavailable, TimeoutError) as exc:
                     if last:
@@ -485,7 +485,7 @@ class Listener:
                 total_tokens=usage.total_tokens if usage is not None else None,
             )
         )
-        log.info(
+        self._log.info(
             "request",
             request_id=request_id,
             disposition=how,

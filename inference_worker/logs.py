@@ -57,7 +57,6 @@ def configure(level: Level, fmt: Literal["json", "console"], stream: TextIO) -> 
     )
     begin: list[Processor] = [
         _filter,
-        structlog.contextvars.merge_contextvars,
         _name,
         structlog.stdlib.add_log_level,
         stamp,

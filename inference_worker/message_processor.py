@@ -39,10 +39,9 @@ from inference_worker.messages import (
     Reply,
     Timings,
     Usage,
+    answer_of,
     decode,
     error_text,
-    usage_of,
-    whole_json,
 )
 from inference_worker.metrics import WorkerMetrics
 from inference_worker.ports import (
@@ -361,11 +360,12 @@ class MessageProcessor:
             text = error_text(answer.body, answer.reason)
             return self._failed(job, Fault.STATUS, f"{status}: {text}", hold, timings, answer.retry_after_s)
         if 200 <= status < 300:
-            if answer.body and not whole_json(answer.body):
+            is_json, usage = answer_of(answer.body) if answer.body else (True, None)
+            if not is_json:
                 text = f"the model answered {status} with a body that is not JSON ({len(answer.body)} bytes)"
                 return Concluded(reply=self._failure(job, 502, "bad_response", text, timings), hold=hold)
             reply = self._reply(job, status, timings, result=answer.body or None)
-            usage = (usage_of(answer.body) if answer.body else None) or answer.usage
+            usage = usage or answer.usage
             event = self._usage_event(request, reply, usage) if usage is not None else None
             return Concluded(reply=reply, usage=usage, usage_event=event, hold=hold)
         if status >= 400:

@@ -137,6 +137,8 @@ def decode(body: bytes, *, message_id: str | None, infer_path: str, now: float) 
     Raises:
         MalformedRequest: with the field that is wrong, what came and what is accepted.
     """
+    if (request := _plain(body, infer_path, now)) is not None:
+        return request
     fallback = message_id if usable_id(message_id) else None
     fields = _object(body, "the message", fallback)
     request_id = _decoded(fields.get("request_id"))
@@ -158,7 +160,7 @@ def decode(body: bytes, *, message_id: str | None, infer_path: str, now: float) 
         request_id=request_id,
         received_at=received_at,
         timeout_s=timeout_s,
-        deadline=min(received_at, now + CLOCK_SKEW_S) + min(timeout_s, LONGEST_TIMEOUT_S),
+        deadline=_deadline(received_at, timeout_s, now),
         payload=_with_usage(payload, parts) if stream else payload,
         endpoint=_endpoint(fields, infer_path, request_id),
         stream=stream,
@@ -232,6 +234,18 @@ def known_reply(stored: bytes) -> KnownReply:
     )
 
 
+def answer_of(body: bytes) -> tuple[bool, Usage | None]:
+    """Whether an answer is one complete JSON text, and the tokens that it says it used; mostly in one pass."""
+    try:
+        body.decode()
+        usage = _usage_decoder.decode(body).usage
+    except msgspec.ValidationError:  # JSON of another shape.
+        return whole_json(body), None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return whole_json(body), usage_of(body)
+    return True, _counted(usage)
+
+
 def whole_json(body: bytes) -> bool:
     """Whether `body` is one complete JSON text in UTF-8."""
     try:
@@ -251,6 +265,10 @@ def usage_of(result: bytes) -> Usage | None:
         usage = msgspec.json.decode(_mended(result), type=_WithUsage).usage
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
+    return _counted(usage)
+
+
+def _counted(usage: "_Usage | None") -> Usage | None:
     if usage is None:
         return None
     prompt, completion = max(usage.prompt_tokens or 0, 0), max(usage.completion_tokens or 0, 0)
@@ -302,6 +320,63 @@ class _Usage(msgspec.Struct):
 
 class _WithUsage(msgspec.Struct):
     usage: _Usage | None = None
+
+
+_usage_decoder = msgspec.json.Decoder(_WithUsage)
+
+
+class _Envelope(msgspec.Struct):
+    request_id: str
+    received_at: float
+    timeout_s: float
+    payload: msgspec.Raw
+    endpoint: str | msgspec.UnsetType = msgspec.UNSET
+    tenant: str | msgspec.UnsetType = msgspec.UNSET
+    metadata: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Head(msgspec.Struct):
+    """What we look at in a payload."""
+
+    stream: msgspec.Raw = msgspec.Raw(b"false")
+
+
+_envelope = msgspec.json.Decoder(_Envelope)
+_head = msgspec.json.Decoder(_Head)
+
+
+def _plain(body: bytes, infer_path: str, now: float) -> InferenceRequest | None:
+    """Read a message in which everything is as it should be, in one go; None: look closer, something is not."""
+    try:
+        body.decode()
+        envelope = _envelope.decode(body)
+        payload = bytes(envelope.payload)
+        stream = bytes(_head.decode(payload).stream)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    endpoint = infer_path if envelope.endpoint is msgspec.UNSET else envelope.endpoint
+    if (
+        stream == b"true"
+        or envelope.timeout_s <= 0
+        or not (endpoint == infer_path or endpoint in ENDPOINTS)
+        or not usable_id(envelope.request_id)
+    ):
+        return None
+    return InferenceRequest(
+        request_id=envelope.request_id,
+        received_at=envelope.received_at,
+        timeout_s=envelope.timeout_s,
+        deadline=_deadline(envelope.received_at, envelope.timeout_s, now),
+        payload=payload,
+        endpoint=endpoint,
+        stream=False,
+        tenant=None if envelope.tenant is msgspec.UNSET else envelope.tenant,
+        metadata={} if envelope.metadata is msgspec.UNSET else envelope.metadata,
+    )
+
+
+def _deadline(received_at: float, timeout_s: float, now: float) -> float:
+    return min(received_at, now + CLOCK_SKEW_S) + min(timeout_s, LONGEST_TIMEOUT_S)
 
 
 def _object(body: bytes, what: str, request_id: str | None) -> dict[str, msgspec.Raw]:

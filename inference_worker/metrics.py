@@ -6,12 +6,17 @@ its first event misses that event. What is not known is NaN, never 0. No id, ten
 
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
+from itertools import accumulate
 from typing import Final, Literal, Protocol, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info, disable_created_metrics
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from inference_worker.disposition import DispositionName, Fault
 from inference_worker.messages import ERROR_CODES, Reply, Timings, Usage
@@ -72,8 +77,10 @@ class WorkerMetrics:
         def gauge(name: str, help_text: str, *labels: str) -> Gauge:
             return Gauge(name, help_text, labels, namespace=PREFIX, registry=registry)
 
-        def histogram(name: str, help_text: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(name, help_text, namespace=PREFIX, registry=registry, buckets=buckets)
+        def histogram(name: str, help_text: str, buckets: Sequence[float]) -> "_Histogram":
+            made = _Histogram(f"{PREFIX}_{name}", help_text, buckets)
+            registry.register(made)
+            return made
 
         # Requests
         self._dispositions = _counters(
@@ -259,6 +266,32 @@ class WorkerMetrics:
         except (TypeError, ValueError):  # The driver stumbles over versions that are none.
             encode, content_type = choose_encoder("")
         return encode(self.registry), content_type
+
+
+class _Histogram(Collector):
+    """A histogram for one event loop: the library takes two locks for each value, and there are four a message."""
+
+    def __init__(self, name: str, help_text: str, buckets: Sequence[float]) -> None:
+        self._name = name
+        self._help_text = help_text
+        self._bounds = (*buckets, math.inf)
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterable[Metric]:
+        """For the registry."""
+        cumulative = zip(map(floatToGoString, self._bounds), accumulate(self._counts), strict=True)
+        yield HistogramMetricFamily(
+            self._name,
+            self._help_text,
+            buckets=[(bound, float(count)) for bound, count in cumulative],
+            sum_value=self._sum,
+        )
 
 
 def _counters(counter: Counter, values: Sequence[str]) -> Mapping[str, Counter]:

@@ -6,6 +6,7 @@ pooled connection turned out to be closed, goes out again.
 
 import asyncio
 import math
+import re
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,6 +31,7 @@ MOST_WARM: Final = 16
 WARM_S: Final = 5.0
 LAST_CHUNK_S: Final = 0.1
 LONGEST_HEADER_ID: Final = 200
+_VISIBLE: Final = re.compile("[!-~]*")
 MOST_UNSENT: Final = 3
 """How often one call may find its pooled connection closed before anything was sent."""
 
@@ -282,7 +284,7 @@ def _failure(exc: Exception, call: _Call) -> ModelFailure:
 
 
 def _visible(text: str) -> bool:
-    return all("!" <= character <= "~" for character in text)
+    return _VISIBLE.fullmatch(text) is not None
 
 
 def _endless(response: aiohttp.ClientResponse) -> bool:
