@@ -4,6 +4,7 @@ import asyncio
 import gc
 import random
 import secrets
+import signal
 import ssl
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -13,7 +14,9 @@ from typing import Final, TypeVar
 import httpx
 import structlog
 
+from inference_worker import logs
 from inference_worker.billing.cloudevents import CroesusSink, usage_event
+from inference_worker.breaker import Breaker
 from inference_worker.config.settings import Settings, warnings
 from inference_worker.disposition import RetryPolicy, Token
 from inference_worker.errors import TransportLost
@@ -21,14 +24,15 @@ from inference_worker.health_checker import HealthChecker
 from inference_worker.listener import Listener
 from inference_worker.message_processor import MessageProcessor
 from inference_worker.messages import InferenceRequest, Reply, Usage
-from inference_worker.metrics import WorkerMetrics
+from inference_worker.metrics import WorkerMetrics, version
 from inference_worker.metrics_buffer import MetricsBuffer
 from inference_worker.metrics_reporter import BillingDrainer, MetricsReporter, report
 from inference_worker.model_client import HttpModelClient
 from inference_worker.ops_server import OpsServer
-from inference_worker.ports import Connect, Health, Outbox, ResultStore
+from inference_worker.ports import Connect, Health, Outbox, ResultStore, Tracer
 from inference_worker.scraping import Gpu, ModelLoad, NotRead, scrape_gpus, scrape_model
 from inference_worker.timing import ByteBudget
+from inference_worker.tracing import PASSING_ON
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -74,18 +78,21 @@ class Worker:
         budget: ByteBudget,
         metrics: WorkerMetrics,
         tls: ssl.SSLContext | None,
+        tracer: Tracer,
     ) -> None:
         self._settings = settings
         self._outside = outside
         self._stores = stores
         self._tls: ssl.SSLContext | bool = tls if tls is not None else True
         self.metrics = metrics
+        self._tracer = tracer
         self._budget = budget
         self.model_health = Health("model")
         self.store_health = Health("store")
         self._buffer = MetricsBuffer(MOST_RECORDS, count_lost=metrics.records_lost)
         self._started_at = outside.now()
         self._stopping = False
+        self._debugging = False
         self._scrape_said: dict[str, str] = {}
         processor = MessageProcessor(
             store=stores.results,
@@ -115,6 +122,7 @@ class Worker:
             policy=RetryPolicy(
                 max_retries=settings.rabbitmq.max_retries, first_delay_s=settings.rabbitmq.retry_delay_s
             ),
+            breaker=Breaker(settings.health.breaker_failures),
             metrics=metrics,
             buffer=self._buffer,
             budget=budget,
@@ -123,6 +131,7 @@ class Worker:
             limit=settings.rabbitmq.prefetch,
             grace_s=settings.ops.shutdown_grace_s,
             store_patience_s=settings.redis.retry_delay_s,
+            tracer=tracer,
         )
         self.model_health.watch(self._model_changed)
         metrics.slots.set(settings.rabbitmq.prefetch)
@@ -141,13 +150,20 @@ class Worker:
             )
             drainer = await self._drainer(stack)
             if self._settings.ops.port:
-                ops = OpsServer(ready=self.ready, status=self.status, metrics=self._exposition)
+                ops = OpsServer(
+                    ready=self.ready,
+                    status=self.status,
+                    metrics=self._exposition,
+                    controls=self,
+                    token=self._settings.ops.token_now,
+                )
                 await stack.enter_async_context(ops.serving(self._settings.ops.host, self._settings.ops.port))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._health_checker().run(drained), name="health checker")
                 group.create_task(
                     report(self._reporter(scraper), drainer, drained), name="metrics and billing reporter"
                 )
+                group.create_task(self._tracer.run(drained), name="traces")
                 group.create_task(self._note_stopping(stop, drained), name="stop watch")
                 try:
                     await self.listener.run(stop)
@@ -183,6 +199,35 @@ class Worker:
             "model_checked_at": self.model_health.checked_at,
             "uptime_s": round(self._outside.now() - self._started_at, 1),
         }
+
+    # ------------------------------------------------------------ for operators
+
+    def pause(self) -> None:
+        """See `ops_server.Controls`."""
+        log.warning("paused by an operator")
+        self.listener.suspend_consuming("operator", "paused by an operator")
+
+    def resume(self) -> None:
+        """See `ops_server.Controls`."""
+        log.warning("resumed by an operator")
+        self.listener.resume_consuming("operator")
+
+    def toggle_pause(self) -> None:
+        """Pause, or resume: for a signal, which can only say one thing."""
+        if "operator" in self.listener.suspended:
+            self.resume()
+        else:
+            self.pause()
+
+    def log_level(self, level: logs.Level) -> None:
+        """See `ops_server.Controls`."""
+        logs.set_level(level)
+        log.warning("the log level was changed", level=level)
+
+    def toggle_debug(self) -> None:
+        """Log everything, or as configured: for a signal."""
+        self._debugging = not self._debugging
+        self.log_level("debug" if self._debugging else self._settings.log.level)
 
     def _exposition(self, accept: str) -> tuple[bytes, str]:
         self.metrics.in_flight.set(self.listener.in_flight)
@@ -337,7 +382,33 @@ async def worker(
             budget=budget,
             metrics=metrics,
             tls=tls,
+            tracer=_tracer(settings, "rabbitmq" if connect is None else "memory"),
         )
+
+
+def _tracer(settings: Settings, system: str) -> Tracer:
+    """Spans, where a collector is named; else what came with a message goes on to the model."""
+    url = settings.traces.url_now()
+    if url is None:
+        return PASSING_ON
+    from inference_worker import otlp
+
+    identity, tls = settings.identity, settings.tls
+    return otlp.tracer(
+        url,
+        ca_file=tls.ca_file,
+        cert_file=tls.cert_file,
+        key_file=tls.key_file,
+        identity={
+            "service.name": "inference-worker",
+            "service.version": version(),
+            "service.instance.id": identity.replica_id,
+            "inference_worker.deployment_id": identity.deployment_id,
+        },
+        system=system,
+        model=identity.hf_model_id,
+        model_url=settings.model.url_now,
+    )
 
 
 @asynccontextmanager
@@ -401,12 +472,18 @@ def _client_name(settings: Settings) -> str:
     return "".join(c if "!" <= c <= "~" else "_" for c in name)[:200]
 
 
-async def run_worker(settings: Settings, outside: Outside, stop: asyncio.Event) -> None:
-    """The `run` command: until told to stop."""
+OnSignal = Callable[[signal.Signals, Callable[[], None]], None]
+"""Has a function called at a signal; the doors know how."""
+
+
+async def run_worker(settings: Settings, outside: Outside, stop: asyncio.Event, on_signal: OnSignal) -> None:
+    """The `run` command: until told to stop. SIGUSR1 pauses and resumes, SIGUSR2 switches the debug log on and off."""
     # What is loaded by now stays for ever, and a request makes hardly any cycles: looking for them after every few of
     # its objects, as is the default, costs some percent of each.
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
     async with worker(settings, outside) as sidecar:
+        on_signal(signal.SIGUSR1, sidecar.toggle_pause)
+        on_signal(signal.SIGUSR2, sidecar.toggle_debug)
         await sidecar.run(stop)

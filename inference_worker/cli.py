@@ -3,9 +3,11 @@
 import argparse
 import asyncio
 import math
+import re
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -13,39 +15,53 @@ import structlog
 
 from inference_worker import logs
 from inference_worker.assembly import Outside, run_worker
-from inference_worker.config.settings import load
+from inference_worker.check_command import run_check
+from inference_worker.config.settings import Needs, Settings, load
 from inference_worker.dev import DevOptions, run_dev
+from inference_worker.dlq_command import DlqOptions, run_dlq
 from inference_worker.errors import ConfigurationError
 from inference_worker.metrics import version
 from inference_worker.mock_model import Fault, MockModelConfig, run_mock_model
+from inference_worker.submit import SubmitOptions, run_submit
+from inference_worker.submit_state import read_state
 
 log = structlog.get_logger(__name__)
 
 DONE: Final = 0
 FAILED: Final = 1
 MISCONFIGURED: Final = 2
+MOST_IN_FLIGHT: Final = 4096
 
-Work = Callable[[asyncio.Event], Awaitable[None]]
+Work = Callable[[asyncio.Event], Awaitable[int | None]]
+"""A command, until it ends or is told to stop; its exit code, where it has one of its own."""
 
 
 def run(arguments: Sequence[str], environ: Mapping[str, str], outside: Outside) -> int:
     """Run one command to its end and return the exit code: 0 stopped as asked, 2 misconfigured, 1 anything else."""
-    args = _parser().parse_args(arguments or ["run"])
+    parser = _parser()
+    args = parser.parse_args(arguments or ["run"])
+    if (wrong := _wrong_together(args)) is not None:
+        parser.error(wrong)
     try:
         work = _work(args, environ, outside)
     except ConfigurationError as exc:
-        for problem in exc.problems:
-            print(problem, file=sys.stderr)
-        return MISCONFIGURED
+        return _misconfigured(exc)
     try:
-        asyncio.run(_until_stopped(work))
+        return asyncio.run(_until_stopped(work)) or DONE
+    except ConfigurationError as exc:  # What only a command can see: a file that is not there, an output that is.
+        return _misconfigured(exc)
     except OSError as exc:  # A port that is taken, a host that is not ours: no traceback helps with it.
         log.error("cannot go on", reason=str(exc))  # noqa: TRY400
         return FAILED
     except Exception:
         log.exception("this is a fault of ours; what was in hand went back to the queue")
         return FAILED
-    return DONE
+
+
+def _misconfigured(exc: ConfigurationError) -> int:
+    for problem in exc.problems:
+        print(problem, file=sys.stderr)
+    return MISCONFIGURED
 
 
 def _work(args: argparse.Namespace, environ: Mapping[str, str], outside: Outside) -> Work:
@@ -60,19 +76,42 @@ def _work(args: argparse.Namespace, environ: Mapping[str, str], outside: Outside
             logs.configure(settings.log.level, "console" if sys.stderr.isatty() else settings.log.format, sys.stderr)
             config = _mock_config(args)
             return lambda stop: run_mock_model(config, args.host, args.port, stop, now=outside.now)
+        case "submit":
+            settings = _quiet(environ, needs="client" if args.url is None and not _begun_over_http(args) else "dev")
+            submission = _submit_options(args)
+            return lambda stop: run_submit(settings, submission, stop)
+        case "dlq":
+            settings = _quiet(environ, needs="client")
+            asked = _dlq_options(args)
+            return lambda stop: run_dlq(settings, asked, outside.now, stop)
+        case "check":
+            settings = _quiet(environ, needs="run")
+            return lambda _: run_check(settings, environ, as_json=args.json, with_variables=args.variables)
         case _:
             settings = load(environ, needs="run")
             logs.configure(settings.log.level, settings.log.format, sys.stdout)
-            return lambda stop: run_worker(settings, outside, stop)
+            return lambda stop: run_worker(settings, outside, stop, _on_signal)
 
 
-async def _until_stopped(work: Work) -> None:
+def _quiet(environ: Mapping[str, str], *, needs: Needs) -> Settings:
+    """For commands that print answers: what is logged goes to stderr, and warnings alone unless LOG_LEVEL says more."""
+    settings = load(environ, needs=needs)
+    level = settings.log.level if "level" in settings.log.model_fields_set else "warning"
+    logs.configure(level, "console" if sys.stderr.isatty() else settings.log.format, sys.stderr)
+    return settings
+
+
+async def _until_stopped(work: Work) -> int | None:
     """Run with SIGTERM and SIGINT as the request to stop."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await work(stop)
+    return await work(stop)
+
+
+def _on_signal(number: signal.Signals, call: Callable[[], None]) -> None:
+    asyncio.get_running_loop().add_signal_handler(number, call)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,7 +131,148 @@ def _parser() -> argparse.ArgumentParser:
     mock.add_argument("--port", type=_port, default=8000, help="port to listen on (default 8000; 0 = any free one)")
     for command in (dev, mock):
         _add_mock_options(command)
+    _add_check(commands)
+    _add_submit(commands)
+    _add_dlq(commands)
     return parser
+
+
+def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    check = commands.add_parser(
+        "check",
+        help="whether the configuration is right and everything can be reached",
+        description="Reads the variables of `run` and asks RabbitMQ, Redis, the model, the metric and the billing "
+        "server, within ten seconds. It changes nothing. "
+        "Exit code 0: all reached; 1: something is not; 2: a variable is wrong.",
+    )
+    check.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    check.add_argument("--variables", action="store_true", help="also every variable with its value; secrets are ***")
+
+
+def _add_submit(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    submit = commands.add_parser(
+        "submit",
+        help="send one request or a JSONL file, and wait for the results",
+        description="Sends requests and prints their results as JSON lines, in the order of the input. Over the broker "
+        "and Redis of the environment (DEPLOYMENT_ID, RABBITMQ_URL, REDIS_URL), or over HTTP with --url. "
+        "Exit code 0: all completed; 1: not; 2: used wrongly.",
+        epilog="A line of the file is the request for the model; or an object with `payload` and perhaps `request_id`, "
+        "`timeout_s`, `endpoint`, `metadata`, `tenant`; or a line of an OpenAI batch, which is answered by one.",
+    )
+    submit.add_argument("file", nargs="?", metavar="FILE", help="JSONL; - or nothing is stdin")
+    submit.add_argument("--prompt", metavar="TEXT", help="one request: a message of the user")
+    submit.add_argument("--payload", metavar="JSON|@FILE", help="one request: the payload as it is")
+    submit.add_argument("--model", metavar="NAME", help="with --prompt (default HF_MODEL_ID, where that is set)")
+    submit.add_argument("--endpoint", metavar="PATH", help="with --prompt and --payload (default MODEL_INFER_PATH)")
+    submit.add_argument("--tenant", metavar="NAME", help="with --prompt and --payload: whom to bill")
+    submit.add_argument("--request-id", metavar="ID", help="with --prompt and --payload: an id of your own")
+    submit.add_argument(
+        "--timeout", type=_above_0, default=60.0, metavar="S", help="of a request that has none of its own (default 60)"
+    )
+    submit.add_argument("--output", metavar="FILE", help="where results go (default stdout); must not exist")
+    submit.add_argument("--in-flight", type=_in_flight, default=64, metavar="N", help="at a time (default 64)")
+    submit.add_argument("--state", metavar="FILE", help="where progress is noted (default beside the output or input)")
+    submit.add_argument("--resume", metavar="FILE", help="go on with a run that was stopped, from its state")
+    submit.add_argument("--url", metavar="URL", help="over the HTTP intake of dev or a gateway")
+    submit.add_argument("--plain", action="store_true", help="plain lines instead of a progress bar")
+
+
+def _add_dlq(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    dlq = commands.add_parser(
+        "dlq",
+        help="look at dead letters, put them back, remove them",
+        description="Works with the dead letters of this deployment in INFERENCE_DLQ, over the broker and Redis of the "
+        "environment (DEPLOYMENT_ID, RABBITMQ_URL, REDIS_URL).",
+    )
+    actions = dlq.add_subparsers(dest="do", metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="why, when, how often tried, last status: a line for each")
+    show = actions.add_parser("show", help="everything about some of them, the body included")
+    replay = actions.add_parser("replay", help="put them back into the queue, as new")
+    purge = actions.add_parser("purge", help="remove them for good; asks first")
+    for action in (listing, show, replay, purge):
+        which = action.add_argument_group("which ones")
+        which.add_argument("ids", nargs="*", metavar="ID", help="request ids")
+        which.add_argument("--id", action="append", default=[], metavar="ID", help="a request id, also one like --this")
+        which.add_argument("--reason", help="for example retries_exhausted, poison, invalid_request, delivery_limit")
+        which.add_argument("--tenant", help="of this tenant")
+        which.add_argument("--older-than", type=_age, metavar="AGE", help="dead for longer: 90s, 15m, 2h, 7d")
+        which.add_argument("--newer-than", type=_age, metavar="AGE", help="dead for at most so long")
+        which.add_argument("--completed", action="store_true", help="whose request has a completed result by now")
+        which.add_argument("--all", action="store_true", help="of all deployments that share the queue")
+        which.add_argument("--limit", type=_at_least_1, metavar="N", help="at most so many")
+        action.add_argument("--json", action="store_true", help="JSON lines")
+    for action in (replay, purge):
+        action.add_argument("--everything", action="store_true", help="where no other choice is made")
+        action.add_argument("--dry-run", action="store_true", help="say what would be done")
+    replay.add_argument(
+        "--rate", type=_seconds, default=10.0, metavar="N", help="so many a second; 0 = no limit (default 10)"
+    )
+    purge.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _wrong_together(args: argparse.Namespace) -> str | None:
+    """Options of `submit` that do not go together, and what to do instead."""
+    if args.command != "submit":
+        return None
+    one = [name for name in ("prompt", "payload") if getattr(args, name) is not None]
+    many = [name for name in ("file", "resume") if getattr(args, name) is not None]
+    if len(one) + len(many) > 1:
+        given = " and ".join("FILE" if name == "file" else f"--{name}" for name in (*many, *one))
+        return f"submit: {given} do not go together; give one of FILE, --prompt, --payload, --resume"
+    if not one:
+        for name in ("model", "endpoint", "tenant", "request_id"):
+            if getattr(args, name) is not None:
+                option = name.replace("_", "-")
+                return f"submit: --{option} goes with --prompt or --payload; in a file each line has its own"
+    if one and args.state is not None:
+        return "submit: --state goes with a file"
+    if args.model is not None and args.prompt is None:
+        return "submit: --model goes with --prompt; a payload names its own"
+    if args.resume is not None and (args.output is not None or args.state is not None):
+        return "submit: --resume goes on with the output and the state that the run was begun with"
+    if not one and not many and sys.stdin.isatty():
+        return "submit: nothing to send; give FILE, --prompt, --payload or --resume, or - to type lines here"
+    return None
+
+
+def _begun_over_http(args: argparse.Namespace) -> bool:
+    return args.resume is not None and read_state(Path(args.resume)).url is not None
+
+
+def _submit_options(args: argparse.Namespace) -> SubmitOptions:
+    return SubmitOptions(
+        file=args.file,
+        prompt=args.prompt,
+        payload=args.payload,
+        model=args.model,
+        endpoint=args.endpoint,
+        timeout_s=args.timeout,
+        tenant=args.tenant,
+        request_id=args.request_id,
+        output=args.output,
+        resume=args.resume,
+        state=args.state,
+        in_flight=args.in_flight,
+        url=args.url,
+        plain=args.plain,
+    )
+
+
+def _dlq_options(args: argparse.Namespace) -> DlqOptions:
+    changes = {name: getattr(args, name) for name in ("everything", "dry_run", "rate", "yes") if hasattr(args, name)}
+    return DlqOptions(
+        do=args.do,
+        ids=frozenset([*args.ids, *args.id]),
+        reason=args.reason,
+        tenant=args.tenant,
+        older_than_s=args.older_than,
+        newer_than_s=args.newer_than,
+        completed=args.completed,
+        all_deployments=args.all,
+        limit=args.limit,
+        json=args.json,
+        **changes,
+    )
 
 
 def _add_mock_options(command: argparse.ArgumentParser) -> None:
@@ -138,6 +318,34 @@ def _seconds(text: str) -> float:
     if not (math.isfinite(value) and value >= 0):
         raise argparse.ArgumentTypeError(f"{text} is no finite number of 0 or more")
     return value
+
+
+def _above_0(text: str) -> float:
+    value = _seconds(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("0 is not above 0")
+    return value
+
+
+def _at_least_1(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return value
+
+
+def _in_flight(text: str) -> int:
+    value = _at_least_1(text)
+    if value > MOST_IN_FLIGHT:
+        raise argparse.ArgumentTypeError(f"{text} is above {MOST_IN_FLIGHT}")
+    return value
+
+
+def _age(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no age: 90s, 15m, 2h and 7d are, and a number of seconds")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}[found[2]]
 
 
 def _fault(text: str) -> Fault:

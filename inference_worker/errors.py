@@ -11,7 +11,12 @@ InferenceWorkerError
 │   ├── ModelCut               it answered, and stopped in the middle
 │   ├── ModelSlow              the time for a call has passed
 │   └── BadResponse            it answered what cannot be stored as an answer
-└── SinkUnavailable            metric server or billing cannot take it now
+├── SinkUnavailable            metric server or billing cannot take it now
+└── ClientError                a caller's request, cancellation or question
+    ├── NotSupported           this way of reaching the system cannot do it
+    ├── NotAccepted            a request was not taken over, for sure or perhaps
+    ├── NoResultYet            the time to wait is over
+    └── NoSuchRequest          nobody knows of it (any more)
 """
 
 
@@ -83,3 +88,32 @@ class SinkUnavailable(InferenceWorkerError):
     def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
         super().__init__(reason)
         self.retry_after_s = retry_after_s
+
+
+class ClientError(InferenceWorkerError):
+    """What `inference_worker.client` cannot do."""
+
+
+class NotSupported(ClientError):
+    """This way of reaching the system cannot do it."""
+
+
+class NotAccepted(ClientError):
+    """A request was not taken over.
+
+    `maybe` is whether it may have been all the same: then the same `request_id` may be submitted again without harm.
+    `for_good` is whether this very request never will be: too large, refused by the server.
+    """
+
+    def __init__(self, reason: str, *, maybe: bool, for_good: bool = False) -> None:
+        super().__init__(reason)
+        self.maybe = maybe
+        self.for_good = for_good
+
+
+class NoResultYet(ClientError, TimeoutError):
+    """The time to wait is over, and there is no result. It may still come."""
+
+
+class NoSuchRequest(ClientError):
+    """The server does not know the request, or its result is not kept any more."""

@@ -13,6 +13,7 @@ from typing import Final, Protocol, assert_never
 
 import structlog
 
+from inference_worker.breaker import Breaker
 from inference_worker.disposition import (
     Answered,
     Busy,
@@ -39,8 +40,9 @@ from inference_worker.message_processor import Job, MessageProcessor
 from inference_worker.messages import Reply, Timings
 from inference_worker.metrics import Suspension, WorkerMetrics
 from inference_worker.metrics_buffer import MetricsBuffer, RequestRecord
-from inference_worker.ports import Connect, Delivery, Health, LinkState, ResultStore, Transport
+from inference_worker.ports import Connect, Delivery, Health, LinkState, ResultStore, Tracer, Transport
 from inference_worker.timing import ByteBudget, ended, first_of, quietly, stopped_within
+from inference_worker.tracing import PASSING_ON
 
 log = structlog.get_logger(__name__)
 
@@ -75,6 +77,7 @@ class Listener:
         store_health: Health,
         warm: Warm,
         policy: RetryPolicy,
+        breaker: Breaker,
         metrics: WorkerMetrics,
         buffer: MetricsBuffer,
         budget: ByteBudget,
@@ -83,6 +86,7 @@ class Listener:
         limit: int,
         grace_s: float,
         store_patience_s: float,
+        tracer: Tracer = PASSING_ON,
     ) -> None:
         self._connect = connect
         self._processor = processor
@@ -90,6 +94,7 @@ class Listener:
         self._store_health = store_health
         self._warm = warm
         self._policy = policy
+        self.breaker = breaker
         self._metrics = metrics
         self._buffer = buffer
         self._budget = budget
@@ -98,13 +103,14 @@ class Listener:
         self._limit = limit
         self._grace_s = grace_s
         self._store_patience_s = store_patience_s
+        self._tracer = tracer
         self.state: LinkState = "connecting"
         self.link_reason = "not connected yet"
         """Why there is no session; empty while there is one."""
         self.suspended: dict[Suspension, str] = {}
         """Why messages do not flow, by reason; empty while they may."""
         self._transport: Transport | None = None
-        self._jobs: set[asyncio.Task[None]] = set()
+        self._jobs: dict[asyncio.Task[None], None] = {}
         self._kept = 0
         self._received = 0
         self._told_at = 0.0
@@ -221,17 +227,25 @@ class Listener:
                 self._enter("suspended")
                 await first_of(stop, transport.lost, self._changed)
                 continue
-            await self._warm(self._limit)
-            async with transport.consuming(self._limit):
+            limit = self._limit_now
+            await self._warm(limit)
+            async with transport.consuming(limit):
                 self._enter("consuming")
-                await self._take(transport, stop)
+                await self._take(transport, limit, stop)
 
-    async def _take(self, transport: Transport, stop: asyncio.Event) -> None:
-        """Take messages until something speaks against it."""
+    @property
+    def _limit_now(self) -> int:
+        """One at a time while it is tried whether the model does its work again."""
+        return 1 if self.breaker.state == "trying" else self._limit
+
+    async def _take(self, transport: Transport, limit: int, stop: asyncio.Event) -> None:
+        """Take messages until something speaks against it, or another limit holds."""
         pump = asyncio.create_task(self._pump(transport), name="pump")
         idle_looks, received = 0, self._received
         try:
-            while not (stop.is_set() or transport.lost.is_set() or self.suspended or pump.done()):
+            while not (
+                stop.is_set() or transport.lost.is_set() or self.suspended or pump.done() or limit != self._limit_now
+            ):
                 self._changed.clear()
                 await first_of(stop, transport.lost, self._changed, within_s=WATCHDOG_S)
                 busy = self._received != received or self.in_flight >= self._limit
@@ -264,11 +278,11 @@ class Listener:
         if self._budget.full:
             self.suspend_consuming("memory", f"{self._budget.held_bytes} bytes are held")
         task = asyncio.create_task(self._handle(transport, delivery))
-        self._jobs.add(task)
+        self._jobs[task] = None
         task.add_done_callback(lambda _: self._finished(task, delivery))
 
     def _finished(self, task: asyncio.Task[None], delivery: Delivery) -> None:
-        self._jobs.discard(task)
+        self._jobs.pop(task, None)
         self._budget.release(delivery, len(delivery.body))
         if "memory" in self.suspended and self._budget.held_bytes <= self._budget.limit_bytes // 2:
             self.resume_consuming("memory")
@@ -281,24 +295,27 @@ class Listener:
 
     async def _handle(self, transport: Transport, delivery: Delivery) -> None:
         """One delivery, from its arrival to its settlement. Whatever happens to it happens to no other."""
-        job = Job(delivery)
+        job = Job(delivery, self._tracer.begin(delivery))
         try:
             await self._process_and_settle(transport, job)
         except asyncio.CancelledError:
             await quietly(transport.settle(delivery, Nack(claim=job.hold)), AFTER_GRACE_S, TransportLost)
             raise
-        except Exception:
+        except Exception as exc:
             # A fault of ours. The claim is not released: it counts as a crash, so that a message that provokes it
             # every time ends as poison instead of going round for ever.
-            log.exception("a message could not be handled; it goes back", request_id=_id_of(job))
+            log.exception("a message could not be handled; it goes back", request_id=_id_of(job), **job.span.ids)
+            job.span.failed(exc)
             await first_of(delivery.lost, within_s=STORE_LOOK_S)
             await transport.settle(delivery, Nack())
         finally:
             self._processor.forget(job)
+            job.span.end()
 
     async def _process_and_settle(self, transport: Transport, job: Job) -> None:
         while True:
             outcome = await self._processor.process(job)
+            self._judge_model(outcome)
             begun = asyncio.get_running_loop().time()
             # The call has given back what it counted, but an answer is held until it is stored, which may take long.
             held_bytes = _size_of(outcome)
@@ -319,6 +336,24 @@ class Listener:
                     await first_of(job.delivery.lost, within_s=min(left_s, 1.0))
                 case _:
                     assert_never(settlement)
+
+    def _judge_model(self, outcome: Outcome) -> None:
+        """A model that answers /health and fails everything is unhealthy too."""
+        state = self.breaker.state
+        pause_s = self.breaker.saw(outcome)
+        if pause_s is not None:
+            why = f"{self.breaker.failures} calls in a row failed although the model says that it is healthy"
+            log.warning("the model fails everything; consuming pauses", pause_s=pause_s, reason=why)
+            self.suspend_consuming("breaker", why)
+            asyncio.get_running_loop().call_later(pause_s, self._try_model)
+        elif state != "closed" and self.breaker.state == "closed":
+            log.info("the model does its work again")
+            self.resume_consuming("breaker")
+            self._changed.set()
+
+    def _try_model(self) -> None:
+        self.breaker.try_again()
+        self.resume_consuming("breaker")
 
     async def _settle(
         self, transport: Transport, job: Job, outcome: Outcome
@@ -379,7 +414,8 @@ class Listener:
                         await self._store.write(reply, event, outcome.hold.token)
                 except (StoreUnavailable, TimeoutError) as exc:
                     if last:
-                        log.warning("an answer is given up; its message is queued", request_id=reply.request_id)
+                        text = "an answer is given up; its message is queued"
+                        log.warning(text, request_id=reply.request_id, **job.span.ids)
                         return DeliveryLost(stored=False), NotStored()
                     self._store_health.report(False, str(exc))
                 else:
@@ -497,7 +533,9 @@ class Listener:
             queue_s=_rounded(timings.queue_s),
             model_s=_rounded(timings.model_s),
             settle_s=_rounded(settle_s),
+            **job.span.ids,
         )
+        job.span.settled(outcome, how, request_id=request_id)
 
     def _note_lost(self, job: Job, outcome: Outcome, *, stored: bool) -> None:
         """A message that the broker has back, or will have; what was stored for it stays."""
@@ -509,7 +547,9 @@ class Listener:
             request_id=_id_of(job),
             attempt=job.delivery.attempts,
             stored=stored,
+            **job.span.ids,
         )
+        job.span.settled(outcome, "lost", request_id=_id_of(job))
 
 
 def _without_retries(outcome: Outcome, reason: str) -> Outcome:
@@ -549,8 +589,8 @@ def _why(outcome: Outcome) -> str | None:
 
 
 def _size_of(outcome: Outcome) -> int:
-    """How many bytes of an answer wait to be stored."""
-    return len(outcome.reply.result or b"") if isinstance(outcome, Concluded) else 0
+    """How many bytes of an answer wait to be stored: as it came, inside the result, and inside the command for it."""
+    return 3 * len(outcome.reply.result or b"") if isinstance(outcome, Concluded) else 0
 
 
 def _id_of(job: Job) -> str | None:

@@ -6,7 +6,7 @@ The steps are those of `docs/design/delivery.md`, section 3. What becomes of the
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar, assert_never
 
@@ -56,8 +56,11 @@ from inference_worker.ports import (
     Renewed,
     ResultStore,
     RunningElsewhere,
+    Span,
 )
+from inference_worker.settling import release
 from inference_worker.timing import first_of, stopped_within
+from inference_worker.tracing import UNTRACED
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -83,6 +86,7 @@ class Job:
     """What one delivery holds here, from its arrival until it is settled."""
 
     delivery: Delivery
+    span: Span = UNTRACED
     request: InferenceRequest | None = None
     hold: Hold | None = None
     """The claim that is renewed while the job lasts."""
@@ -147,6 +151,8 @@ class MessageProcessor:
         self._slot_freed = asyncio.Event()
         self._jobs: dict[str, Job] = {}
         """By request id: what runs here, or is about to."""
+        self._suspect: Job | None = None
+        """The one request that runs here although a worker died while running it."""
         self._stopping = asyncio.Event()
         self._grace_over = False
 
@@ -199,6 +205,8 @@ class MessageProcessor:
     def forget(self, job: Job) -> None:
         """The job is settled, or given up: free what it holds."""
         self._give_slot(job)
+        if self._suspect is job:
+            self._suspect = None
         if job.registered and job.request is not None:
             del self._jobs[job.request.request_id]
             job.registered = False
@@ -268,6 +276,9 @@ class MessageProcessor:
                 if starts > self._max_crashes:
                     text = f"its workers died {starts - 1} times while running it"
                     return Concluded(reply=self._failure(job, 500, "poison", text), hold=hold)
+                if starts > 1 and not self._may_run_suspect(job):
+                    await release(self._store, hold)
+                    return RunningElsewhere(left_s=LOOK_S)
             case _:
                 assert_never(claim)
         job.hold = hold
@@ -289,6 +300,12 @@ class MessageProcessor:
                     assert_never(renewal)
         return await self._call(job, request, hold)
 
+    def _may_run_suspect(self, job: Job) -> bool:
+        """Requests whose runner died run one at a time: a poison among them must not take the others along again."""
+        if self._suspect is None:
+            self._suspect = job
+        return self._suspect is job
+
     async def _call(self, job: Job, request: InferenceRequest, hold: Hold) -> Outcome | None:
         """Call the model. None: the claim was lost meanwhile, and there is no answer."""
         if self._grace_over:
@@ -298,28 +315,16 @@ class MessageProcessor:
         timeout_s = min(self._infer_timeout_s, left_s)
         if timeout_s <= 0:
             return Concluded(reply=self._failure(job, 408, "expired", EXPIRED), hold=hold)
-        answer: Answer | ModelFailure | None = None
-        job.ended_call_because, job.calling = None, asyncio.current_task()
-        try:
-            answer = await self._model.infer(
-                endpoint=request.endpoint,
-                payload=request.payload,
-                stream=request.stream,
-                request_id=request.request_id,
-                timeout_s=timeout_s,
-            )
-        except ModelFailure as exc:
-            answer = exc
-        except asyncio.CancelledError:
-            if job.ended_call_because is None:
-                raise
-        finally:
-            if job.ended_call_because is not None and job.calling is not None:
-                job.calling.uncancel()  # The call was meant, not the job.
-            job.calling = None
-        model_s = self._now() - begun
-        queue_s = max(begun - request.received_at, 0.0)
-        timings = Timings(queue_s=queue_s, model_s=model_s)
+        with job.span.calling(request) as call:
+            answer = await self._answer(job, request, timeout_s, call.headers)
+            model_s = self._now() - begun
+            queue_s = max(begun - request.received_at, 0.0)
+            timings = Timings(queue_s=queue_s, model_s=model_s)
+            outcome = self._judge(job, request, answer, hold, timings) if isinstance(answer, Answer) else None
+            call.ended(answer, outcome)
+        if outcome is not None:
+            return outcome
+        assert not isinstance(answer, Answer)
         match answer:
             case None:
                 return self._ended(job)
@@ -337,10 +342,33 @@ class MessageProcessor:
                 await self._model_health.check_now(HEALTH_LOOK_S)
                 fault = Fault.CUT if isinstance(answer, ModelCut) else Fault.GONE
                 return self._failed(job, fault, str(answer), hold, timings)
-            case Answer():
-                return self._judge(job, request, answer, hold, timings)
             case _:
                 assert_never(answer)
+
+    async def _answer(
+        self, job: Job, request: InferenceRequest, timeout_s: float, headers: Mapping[str, str]
+    ) -> Answer | ModelFailure | None:
+        """What the model says. None: the call was closed from outside."""
+        job.ended_call_because, job.calling = None, asyncio.current_task()
+        try:
+            return await self._model.infer(
+                endpoint=request.endpoint,
+                payload=request.payload,
+                stream=request.stream,
+                request_id=request.request_id,
+                timeout_s=timeout_s,
+                headers=headers,
+            )
+        except ModelFailure as exc:
+            return exc
+        except asyncio.CancelledError:
+            if job.ended_call_because is None:
+                raise
+            return None
+        finally:
+            if job.ended_call_because is not None and job.calling is not None:
+                job.calling.uncancel()  # The call was meant, not the job.
+            job.calling = None
 
     def _ended(self, job: Job) -> Outcome | None:
         """The call was closed from outside, and there is no answer."""

@@ -25,8 +25,9 @@ from inference_worker.ports import Backlog, LinkState
 PREFIX: Final = "inference_worker"
 
 Peer = Literal["broker", "store", "model"]
-Suspension = Literal["model", "store", "memory", "operator", "kept"]
-"""Why consuming is stopped: the model or the store is unfit, memory is full, an operator said so, answers are kept."""
+Suspension = Literal["model", "store", "memory", "operator", "kept", "breaker"]
+"""Why consuming is stopped: the model or the store is unfit, memory is full, an operator said so, answers are kept, or
+the model fails everything although it says that it is healthy."""
 Sink = Literal["metrics", "billing"]
 PublishFailure = Literal["returned", "unconfirmed"]
 EventFate = Literal["sent", "refused"]

@@ -8,7 +8,7 @@ import asyncio
 import math
 import re
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC
 from email.utils import parsedate_to_datetime
@@ -19,7 +19,7 @@ from aiohttp.abc import AbstractStreamWriter
 
 from inference_worker.errors import BadResponse, ModelCut, ModelFailure, ModelGone, ModelSlow
 from inference_worker.event_stream import EventParser, Reassembly, choices_asked
-from inference_worker.ports import Answer
+from inference_worker.ports import NO_HEADERS, Answer
 from inference_worker.timing import ByteBudget, quietly
 
 KEEP_ALIVE_S: Final = 2.0
@@ -82,8 +82,17 @@ class HttpModelClient:
         """Close every connection."""
         await self._session.close()
 
-    async def infer(self, *, endpoint: str, payload: bytes, stream: bool, request_id: str, timeout_s: float) -> Answer:
-        """Send a payload and wait for the whole answer.
+    async def infer(
+        self,
+        *,
+        endpoint: str,
+        payload: bytes,
+        stream: bool,
+        request_id: str,
+        timeout_s: float,
+        headers: Mapping[str, str] = NO_HEADERS,
+    ) -> Answer:
+        """Send a payload, with `headers` besides our own, and wait for the whole answer.
 
         Raises:
             ModelGone, ModelCut, ModelSlow, BadResponse: see `errors.py`.
@@ -91,7 +100,8 @@ class HttpModelClient:
         call = _Call(self._budget, self._max_response_bytes)
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._answered(call, endpoint, payload, stream, request_id)
+                headers = {**headers, **self._headers(request_id, stream)}
+                return await self._answered(call, endpoint, payload, stream, headers)
         except TimeoutError as exc:
             raise ModelSlow(f"no whole answer within {timeout_s:g} s") from exc
         finally:
@@ -115,9 +125,10 @@ class HttpModelClient:
                 finally:
                     response.close()
 
-    async def _answered(self, call: "_Call", endpoint: str, payload: bytes, stream: bool, request_id: str) -> Answer:
+    async def _answered(
+        self, call: "_Call", endpoint: str, payload: bytes, stream: bool, headers: Mapping[str, str]
+    ) -> Answer:
         """Call, and translate what aiohttp raises: here alone."""
-        headers = self._headers(request_id, stream)
         begun_at = asyncio.get_running_loop().time()
         for tried in range(1, MOST_UNSENT + 1):
             call.body = _Body(payload)

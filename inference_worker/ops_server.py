@@ -4,13 +4,16 @@
 """
 
 import errno
+import hmac
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import Final
+from typing import Final, Protocol, get_args
 
 import msgspec
 from aiohttp import web
+
+from inference_worker.logs import Level
 
 CLOSE_S: Final = 1.0
 """How long requests that are under way may take at the end."""
@@ -28,7 +31,12 @@ class OpsServer:
         ready: Callable[[], Conditions],
         status: Callable[[], Mapping[str, object]],
         metrics: Callable[[str], tuple[bytes, str]],
+        controls: "Controls | None" = None,
+        token: Callable[[], str | None] = lambda: None,
     ) -> None:
+        """Without a token the controls are off, whoever asks."""
+        self._controls = controls
+        self._token = token
         self._ready = ready
         self._status = status
         self._metrics = metrics
@@ -40,6 +48,9 @@ class OpsServer:
                 web.get("/readyz", self._readyz),
                 web.get("/metrics", self._metrics_page),
                 web.get("/status", self._status_page),
+                web.post("/pause", self._pause),
+                web.post("/resume", self._resume),
+                web.post("/log-level", self._log_level),
             ]
         )
 
@@ -80,6 +91,49 @@ class OpsServer:
 
     async def _status_page(self, request: web.Request) -> web.Response:
         return _json(self._status())
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        self._permitted(request).pause()
+        return _json({"paused": True})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        self._permitted(request).resume()
+        return _json({"paused": False})
+
+    async def _log_level(self, request: web.Request) -> web.Response:
+        controls = self._permitted(request)
+        try:
+            level = msgspec.json.decode(await request.read(), type=_WantedLevel).level
+        except msgspec.MsgspecError as exc:
+            raise web.HTTPBadRequest(reason=f'{exc}; accepted: {{"level": "{"|".join(get_args(Level))}"}}') from exc
+        controls.log_level(level)
+        return _json({"level": level})
+
+    def _permitted(self, request: web.Request) -> "Controls":
+        token = self._token()
+        if self._controls is None or not token:
+            raise web.HTTPForbidden(reason="the controls are off: set WORKER_HTTP_TOKEN to have them")
+        given = request.headers.get("Authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            raise web.HTTPUnauthorized(reason="Authorization: Bearer <WORKER_HTTP_TOKEN> is needed")
+        return self._controls
+
+
+class Controls(Protocol):
+    """What an operator may do to a running worker."""
+
+    def pause(self) -> None:
+        """Stop taking messages; what is in hand goes on."""
+
+    def resume(self) -> None:
+        """Take messages again."""
+
+    def log_level(self, level: Level) -> None:
+        """Log from this level on."""
+
+
+class _WantedLevel(msgspec.Struct):
+    level: Level
 
 
 @web.middleware

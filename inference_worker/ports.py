@@ -5,12 +5,15 @@ Data and protocols only; who fills them is chosen in `assembly.py`.
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
-from inference_worker.disposition import Disposition, Settlement, Token
-from inference_worker.messages import KnownReply, Reply, Usage
+from inference_worker.disposition import Disposition, Outcome, Settlement, Token
+from inference_worker.errors import ModelFailure
+from inference_worker.messages import InferenceRequest, KnownReply, Reply, Usage
+
+NO_HEADERS: Final[Mapping[str, str]] = {}
 
 # ---------------------------------------------------------------- transport
 
@@ -30,6 +33,7 @@ class Delivery:
     lost: asyncio.Event
     """Set once the right to settle it is gone."""
     headers: Mapping[str, object] = field(default_factory=dict)
+    correlation_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,8 +231,17 @@ class Answer:
 class ModelClient(Protocol):
     """Calls the model. Cancelling a call closes its connection, which stops the model."""
 
-    async def infer(self, *, endpoint: str, payload: bytes, stream: bool, request_id: str, timeout_s: float) -> Answer:
-        """Send a payload and wait for the whole answer.
+    async def infer(
+        self,
+        *,
+        endpoint: str,
+        payload: bytes,
+        stream: bool,
+        request_id: str,
+        timeout_s: float,
+        headers: Mapping[str, str] = NO_HEADERS,
+    ) -> Answer:
+        """Send a payload, with `headers` besides those that every call has, and wait for the whole answer.
 
         Raises:
             ModelGone, ModelCut, ModelSlow, BadResponse: see `errors.py`.
@@ -236,6 +249,50 @@ class ModelClient(Protocol):
 
     async def warm(self, connections: int) -> None:
         """Open connections ahead of the first requests. Never fails."""
+
+
+# ---------------------------------------------------------------- traces
+
+
+class CallSpan(Protocol):
+    """One call to the model, as a trace shows it."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """What tells the model which trace the call belongs to."""
+
+    def ended(self, answer: Answer | ModelFailure | None, outcome: Outcome | None) -> None:
+        """Note what came: None for a call that was closed from outside; and what an answer was judged to be."""
+
+
+class Span(Protocol):
+    """One delivery as a trace shows it, from its arrival to its settlement."""
+
+    @property
+    def ids(self) -> Mapping[str, str]:
+        """What its log lines get: `trace_id`, where it belongs to a trace."""
+
+    def calling(self, request: InferenceRequest) -> AbstractContextManager[CallSpan]:
+        """A call to the model lasts as long as the context."""
+
+    def settled(self, outcome: Outcome, how: str, *, request_id: str | None) -> None:
+        """Note what became of it; the last note holds."""
+
+    def failed(self, exc: BaseException) -> None:
+        """Note a fault of ours."""
+
+    def end(self) -> None:
+        """It is over."""
+
+
+class Tracer(Protocol):
+    """Tells somebody what happens to each message, if anybody wants to know. Never waits, never fails."""
+
+    def begin(self, delivery: Delivery) -> Span:
+        """A delivery has arrived."""
+
+    async def run(self, until: asyncio.Event) -> None:
+        """Until told to stop: then send what is left, for a bounded time."""
 
 
 # ---------------------------------------------------------------- billing

@@ -180,7 +180,21 @@ return redis.call('XDEL', KEYS[1], ARGV[2])
 """
 )
 
-SCRIPTS: Final = (CLAIM, RENEW, FINISH, RELEASE, RUNNING, PROBE, SENT, REFUSED)
+REPLAY: Final = Script(
+    _PRELUDE
+    + """
+-- KEYS result, claim
+local known = answered(KEYS[1])
+if known and #known == 1 then return {'COMPLETED'} end
+local c = redis.call('HMGET', KEYS[2], 'holder', 'until')
+if not known and c[1] and tonumber(c[2]) > millis() then return {'BUSY', tonumber(c[2]) - millis()} end
+redis.call('DEL', KEYS[1], KEYS[2])
+return {'CLEARED'}
+"""
+)
+"""Makes room for a new run of a request: its failed result and its claim go; not while it runs."""
+
+SCRIPTS: Final = (CLAIM, RENEW, FINISH, RELEASE, RUNNING, PROBE, SENT, REFUSED, REPLAY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +272,7 @@ class RedisLink:
             # The server lost its scripts (restart, SCRIPT FLUSH): send the source along.
             return await self._answer(("EVAL", script.source, *parts[2:]), None)
         if isinstance(answer, BaseException):
-            raise StoreUnavailable(_reason(answer)) from answer
+            raise StoreUnavailable(reason_of(answer)) from answer
         return answer
 
     async def _send_all(self) -> None:
@@ -316,43 +330,14 @@ class RedisLink:
                 command.answer.set_result(answer)
 
     async def _connect(self) -> AbstractConnection:
-        options: dict[str, Any] = dict(parse_url(self._url()))
-        connection_class = options.pop("connection_class", Connection)
-        if not options.get("password") and (password := self._password()):
-            options["password"] = password
-        for name in ("max_connections", "timeout"):
-            options.pop(name, None)
-        if connection_class is SSLConnection:
-            files = {
-                "ssl_ca_certs": self._tls.ca_file,
-                "ssl_certfile": self._tls.cert_file,
-                "ssl_keyfile": self._tls.key_file,
-            }
-            options |= {name: file for name, file in files.items() if file is not None}
-        # No socket_timeout: with one, the driver writes through wait_for, which on Python 3.11 can swallow a
-        # cancellation; every exchange has its own time limit instead.
-        options |= {
-            "socket_timeout": None,
-            "socket_connect_timeout": self._answer_s,
-            "retry": Retry(NoBackoff(), 0),
-            "client_name": self._client_name,
-        }
-        if connection_class is not UnixDomainSocketConnection:
-            options["socket_keepalive"] = True
-        connection: AbstractConnection = connection_class(**options)
-        try:
-            await connection.connect()  # type: ignore[no-untyped-call]  # The driver's own gap.
-            await connection.send_packed_command(
-                connection.pack_commands([("SCRIPT", "LOAD", script.source) for script in SCRIPTS]), check_health=False
-            )
-            for _ in SCRIPTS:
-                # Not allowed to load, or still loading its data: the commands themselves will say so.
-                with contextlib.suppress(ResponseError):
-                    await connection.read_response(disconnect_on_error=False)
-        except BaseException:
-            await quietly(connection.disconnect(nowait=True), 1.0, RedisError, OSError)
-            raise
-        return connection
+        return await connect(
+            self._url(),
+            self._password(),
+            client_name=self._client_name,
+            tls=self._tls,
+            within_s=self._answer_s,
+            scripts=SCRIPTS,
+        )
 
     async def _drop(self) -> None:
         connection, self._connection = self._connection, None
@@ -360,7 +345,59 @@ class RedisLink:
             await quietly(connection.disconnect(nowait=True), 1.0, RedisError, OSError)
 
 
-def _reason(exc: BaseException) -> str:
+async def connect(
+    url: str,
+    password: str | None,
+    *,
+    client_name: str,
+    tls: RedisTls,
+    within_s: float,
+    scripts: Sequence[Script] = (),
+    resp: int | None = None,
+) -> AbstractConnection:
+    """A connection of the driver's, whose own retries are off, with these scripts loaded.
+
+    Raises: RedisError, OSError, ValueError; it is closed then.
+    """
+    options: dict[str, Any] = dict(parse_url(url))
+    connection_class = options.pop("connection_class", Connection)
+    if not options.get("password") and password:
+        options["password"] = password
+    for name in ("max_connections", "timeout"):
+        options.pop(name, None)
+    if connection_class is SSLConnection:
+        files = {"ssl_ca_certs": tls.ca_file, "ssl_certfile": tls.cert_file, "ssl_keyfile": tls.key_file}
+        options |= {name: file for name, file in files.items() if file is not None}
+    # No socket_timeout: with one, the driver writes through wait_for, which on Python 3.11 can swallow a
+    # cancellation; every exchange has its own time limit instead.
+    options |= {
+        "socket_timeout": None,
+        "socket_connect_timeout": within_s,
+        "retry": Retry(NoBackoff(), 0),
+        "client_name": client_name,
+    }
+    if resp is not None:
+        options["protocol"] = resp
+    if connection_class is not UnixDomainSocketConnection:
+        options["socket_keepalive"] = True
+    connection: AbstractConnection = connection_class(**options)
+    try:
+        await connection.connect()  # type: ignore[no-untyped-call]  # The driver's own gap.
+        if scripts:
+            await connection.send_packed_command(
+                connection.pack_commands([("SCRIPT", "LOAD", script.source) for script in scripts]), check_health=False
+            )
+        for _ in scripts:
+            # Not allowed to load, or still loading its data: the commands themselves will say so.
+            with contextlib.suppress(ResponseError):
+                await connection.read_response(disconnect_on_error=False)
+    except BaseException:
+        await quietly(connection.disconnect(nowait=True), 1.0, RedisError, OSError)
+        raise
+    return connection
+
+
+def reason_of(exc: BaseException) -> str:
     """What went wrong, without addresses or credentials, short enough to be a log's value."""
     if isinstance(exc, AuthenticationError):
         return "Redis refused the credentials"

@@ -1,4 +1,4 @@
-"""All of AMQP: connections, QoS, topology, confirms, settling. The loop that listens is `listener.py`.
+"""RabbitMQ's side of listening: sessions, QoS, topology, copies, settling. The loop that listens is `listener.py`.
 
 Plain connections: the driver's own "robust" ones come back without their consumers. A connection is a session: once
 anything of it is gone (the connection, a channel, the consumer) all of it is, and the listener opens another. Copies go
@@ -7,25 +7,18 @@ from connections that publish, and with them the acknowledgements that they carr
 """
 
 import asyncio
-import socket
 import ssl
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Final, Literal, assert_never
 
-import aio_pika
 import structlog
-from aio_pika.exceptions import ChannelNotFoundEntity, ChannelPreconditionFailed, DeliveryError, PublishError
 from aiormq.abc import AbstractChannel as RawChannel
 from aiormq.abc import DeliveredMessage
-from aiormq.connection import TCPTransportFactory, TLSTransportFactory, TransportFactory
-from aiormq.exceptions import ChannelAccessRefused, ChannelLockedResource, ProbableAuthenticationError
 from pamqp.commands import Basic
-from yarl import URL
 
 from inference_worker.disposition import (
     Ack,
@@ -42,6 +35,18 @@ from inference_worker.disposition import (
 from inference_worker.errors import TransportLost
 from inference_worker.metrics import WorkerMetrics
 from inference_worker.ports import Backlog, Delivery, ResultStore
+from inference_worker.rmq_connection import (
+    Connection,
+    Publisher,
+    Refused,
+    TooLarge,
+    Unroutable,
+    copied,
+    on_own_channel,
+    opened,
+    reason_text,
+    translated,
+)
 from inference_worker.settling import bury, release, store_reply
 from inference_worker.timing import ended, first_of
 
@@ -52,7 +57,6 @@ CALL_S: Final = 10.0
 """How long the broker may take to answer one call."""
 
 CANCEL_S: Final = 2.0
-CLOSE_S: Final = 1.0
 COPY_S: Final = 30.0
 """How long a copy is tried, its deadline apart."""
 
@@ -64,9 +68,6 @@ DLQ_DELIVERY_LIMIT: Final = 1_000_000_000
 
 DELAY_QUEUE_LIFE_S: Final = 86_400
 """A waiting queue goes this long after its last use, and its longest message."""
-
-BROKER_HEADERS: Final = frozenset({"CC", "BCC", "x-death", "x-delivery-count", "x-acquired-count"})
-BROKER_HEADER_PREFIXES: Final = ("x-first-death-", "x-last-death-")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,21 +164,10 @@ class RabbitMQ:
                 await session.end()
 
     @asynccontextmanager
-    async def connection(self, name: str) -> AsyncGenerator["_Connection", None]:
+    async def connection(self, name: str) -> AsyncGenerator[Connection, None]:
         """A plain connection with its name; closed for sure, also when the broker has stopped answering."""
-        url = URL(self._url(), encoded=True)  # It names its heartbeat; an argument of that name would go above it.
-        async with _translated("connect", CONNECT_S):
-            connection = await aio_pika.connect(
-                url,
-                ssl_context=self._tls,
-                client_properties={"connection_name": name},
-                connection_class=_Connection,
-            )
-        assert isinstance(connection, _Connection)
-        try:
+        async with opened(self._url(), name=name, tls=self._tls, within_s=CONNECT_S) as connection:
             yield connection
-        finally:
-            await _close(connection)
 
     def say_once(self, warning: str, **context: object) -> None:
         """Warn of what does not change from one connection to the next."""
@@ -189,12 +179,12 @@ class RabbitMQ:
 class RabbitTransport:
     """One session: a channel to consume on, and a way to publish copies. See `ports.Transport`."""
 
-    def __init__(self, broker: RabbitMQ, connection: "_Connection") -> None:
+    def __init__(self, broker: RabbitMQ, connection: Connection) -> None:
         self._broker = broker
         self._connection = connection
         self._topology = broker.topology
         self._store = broker.store
-        self._publisher = _Publisher(broker)
+        self._publisher = Publisher(lambda: broker.connection(f"{broker.name} (retries)"[:255]))
         self._channel: RawChannel | None = None
         self._buffer: deque[Delivery] = deque()
         self._something = asyncio.Event()
@@ -227,7 +217,7 @@ class RabbitTransport:
         await self._publisher.close()
 
     async def _open_channel(self) -> RawChannel:
-        async with _translated("open a channel", CALL_S):
+        async with translated("open a channel", CALL_S):
             channel = self._connection.channel(publisher_confirms=False)
             channel.close_callbacks.add(self._channel_closed)
             await channel.initialize()
@@ -236,10 +226,10 @@ class RabbitTransport:
         return raw
 
     def _connection_closed(self, _: object, exc: BaseException | None) -> None:
-        self.lose(f"the connection was closed: {_text(exc)}")
+        self.lose(f"the connection was closed: {reason_text(exc)}")
 
     def _channel_closed(self, _: object, exc: BaseException | None) -> None:
-        self.lose(f"the channel was closed: {_text(exc)}")
+        self.lose(f"the channel was closed: {reason_text(exc)}")
 
     def _consumer_cancelled(self, _: object) -> None:
         self.lose("the broker cancelled the consumer")
@@ -263,7 +253,7 @@ class RabbitTransport:
                     names.dead_letter_queue, names.dead_letter_exchange, names.dead_letter_routing_key
                 ),
             )
-        except _Refused as exc:
+        except Refused as exc:
             self._broker.say_once(
                 "the dead-letter queue could not be bound; dead letters may have nowhere to go", reason=str(exc)
             )
@@ -283,10 +273,10 @@ class RabbitTransport:
         """Declare, or find out that it is there in another form: then it is used as it is."""
         try:
             await self._on_own_channel(f"declare {what}", declare)
-        except _Refused as exc:
+        except Refused as exc:
             try:
                 await self._on_own_channel(f"find {what}", look)
-            except _Refused as missing:
+            except Refused as missing:
                 raise TransportLost(f"{what} could neither be declared nor found: {exc}; {missing}") from missing
             self._broker.say_once(f"{what} exists in another form and is used as it is", reason=str(exc))
             return False
@@ -294,8 +284,7 @@ class RabbitTransport:
 
     async def _on_own_channel(self, what: str, call: Callable[[RawChannel], Awaitable[Any]]) -> Any:
         """Make a call on a channel of its own: the broker closes the channel of a call that it refuses."""
-        async with _translated(what, CALL_S), self._connection.channel(publisher_confirms=False) as channel:
-            return await call(await channel.get_underlay_channel())
+        return await on_own_channel(self._connection, what, call, within_s=CALL_S)
 
     # ------------------------------------------------------------ consuming
 
@@ -373,6 +362,7 @@ class RabbitTransport:
                 receipt=_Receipt(tag, properties),
                 lost=self.lost,
                 headers=headers,
+                correlation_id=properties.correlation_id,
             )
         )
         self._something.set()
@@ -430,7 +420,7 @@ class RabbitTransport:
         if delivery.lost.is_set() or _receipt(delivery).settled:
             await release(self._store, disposition.claim)
             return DeliveryLost(stored=False)
-        body, properties = delivery.body, _copied(_receipt(delivery).properties)
+        body, properties = delivery.body, copied(_receipt(delivery).properties)
         properties.headers = {**(properties.headers or {}), RETRY_HEADER: disposition.attempts}
         queue = self._topology.queue
         if disposition.delay_s > 0:
@@ -446,7 +436,7 @@ class RabbitTransport:
             placed = await self._place(
                 body, properties, exchange="", routing_key=queue, within_s=within_s, first=declare, delivery=delivery
             )
-        except _TooLarge as exc:
+        except TooLarge as exc:
             return CopyRefused(reason=str(exc))
         if placed:
             await release(self._store, disposition.claim, disposition.attempts)
@@ -458,7 +448,7 @@ class RabbitTransport:
 
     async def _park(self, delivery: Delivery, letter: DeadLetter) -> Settlement:
         """Publish a dead letter ourselves: this queue was declared by others, who may have given it no dead letters."""
-        properties = _copied(_receipt(delivery).properties)
+        properties = copied(_receipt(delivery).properties)
         properties.expiration = None
         properties.headers = {
             **(properties.headers or {}),
@@ -478,7 +468,7 @@ class RabbitTransport:
                 first=None,
                 delivery=delivery,
             )
-        except _TooLarge:
+        except TooLarge:
             # It can go nowhere by our hand; the broker may still know where to put it.
             return await self._reject(delivery, requeue=False, how="dead_letter", stored=stored)
         if placed:
@@ -512,7 +502,7 @@ class RabbitTransport:
                 await self._publisher.publish(
                     body, properties, exchange=exchange, routing_key=routing_key, within_s=min(left_s, CALL_S)
                 )
-            except _Unroutable as exc:
+            except Unroutable as exc:
                 self._broker.metrics.publish_failed("returned")
                 log.warning("a copy came back; the topology is declared anew", reason=str(exc))
                 try:
@@ -520,9 +510,9 @@ class RabbitTransport:
                 except TransportLost as lost:
                     self.lose(str(lost))
                     break
-            except _TooLarge:
+            except TooLarge:
                 raise
-            except (_Refused, TransportLost) as exc:
+            except (Refused, TransportLost) as exc:
                 self._broker.metrics.publish_failed("unconfirmed")
                 log.warning("a copy was not confirmed", reason=str(exc))
             else:
@@ -551,9 +541,9 @@ class RabbitTransport:
             return DeliveryLost(stored=stored)
         receipt.settled = True
         try:
-            async with _translated("settle", CALL_S):
+            async with translated("settle", CALL_S):
                 await call(self._raw(), receipt.delivery_tag)
-        except (TransportLost, _Refused) as exc:
+        except (TransportLost, Refused) as exc:
             self.lose(str(exc))
             return DeliveryLost(stored=stored)
         return Settled(how=how)
@@ -575,7 +565,7 @@ class RabbitTransport:
             await self._publisher.publish(
                 body, properties, exchange="", routing_key=self._topology.queue, within_s=CALL_S
             )
-        except _Refused as exc:
+        except Refused as exc:
             raise TransportLost(f"the broker did not take a message: {exc}") from exc
 
     async def backlog(self) -> Backlog:
@@ -585,7 +575,7 @@ class RabbitTransport:
             declared = await self._on_own_channel(
                 "count the backlog", lambda c: c.queue_declare(self._topology.queue, passive=True)
             )
-        except _Refused as exc:
+        except Refused as exc:
             self.lose(f"the queue cannot be looked at: {exc}")
             raise TransportLost(self.lost_because) from exc
         except TransportLost as exc:
@@ -605,77 +595,11 @@ class RabbitTransport:
     async def _session_call(self, what: str, within_s: float = CALL_S) -> AsyncGenerator[None, None]:
         """A call whose failure is the end of the session."""
         try:
-            async with _translated(what, within_s):
+            async with translated(what, within_s):
                 yield
-        except (TransportLost, _Refused) as exc:
+        except (TransportLost, Refused) as exc:
             self.lose(str(exc))
             raise TransportLost(self.lost_because) from exc
-
-
-class _Publisher:
-    """Publishes with confirms over its own connection, opened when needed and dropped after every doubt."""
-
-    def __init__(self, broker: RabbitMQ) -> None:
-        self._broker = broker
-        self._opening = asyncio.Lock()
-        self._stack: AsyncExitStack | None = None
-        self._channel: RawChannel | None = None
-        self._under_way: dict[str, asyncio.Event] = {}
-        """By message id: the driver tells returned messages apart by nothing else."""
-
-    async def publish(
-        self, body: bytes, properties: Basic.Properties, *, exchange: str, routing_key: str, within_s: float
-    ) -> None:
-        """Publish once, and return when the broker has confirmed.
-
-        Raises:
-            _Unroutable: it came back.
-            _TooLarge: the broker never takes a message of this size.
-            _Refused: the broker would not have it.
-            TransportLost: it may have been published, or not.
-        """
-        async with _translated("publish", within_s):
-            message_id = properties.message_id or uuid.uuid4().hex
-            while (other := self._under_way.get(message_id)) is not None:
-                await other.wait()
-            over = self._under_way[message_id] = asyncio.Event()
-            try:
-                channel = await self._open()
-                await channel.basic_publish(
-                    body, exchange=exchange, routing_key=routing_key, properties=properties, mandatory=True
-                )
-            except (PublishError, DeliveryError):
-                raise  # An answer: the channel is as good as before.
-            except BaseException:
-                self._forsake()
-                raise
-            finally:
-                del self._under_way[message_id]
-                over.set()
-
-    async def close(self) -> None:
-        """Close the connection, if there is one."""
-        stack, self._stack, self._channel = self._stack, None, None
-        if stack is not None:
-            await stack.aclose()
-
-    async def _open(self) -> RawChannel:
-        async with self._opening:
-            if self._channel is not None and not self._channel.is_closed:
-                return self._channel
-            await self.close()
-            async with AsyncExitStack() as stack:
-                connection = await stack.enter_async_context(
-                    self._broker.connection(f"{self._broker.name} (retries)"[:255])
-                )
-                channel = await connection.channel(publisher_confirms=True, on_return_raises=True)
-                self._channel = await channel.get_underlay_channel()
-                self._stack = stack.pop_all()
-            return self._channel
-
-    def _forsake(self) -> None:
-        """Have the next publish open a new channel: on this one a late confirm could be taken for a later message's."""
-        self._channel = None
 
 
 @dataclass(slots=True, eq=False)
@@ -686,137 +610,6 @@ class _Flow:
     closed: bool = False
 
 
-class _Refused(Exception):
-    """The broker answered, and the answer is no."""
-
-
-class _TooLarge(_Refused):
-    """The broker takes no message of this size."""
-
-
-class _Unroutable(_Refused):
-    """No queue took the message, or the exchange is not there."""
-
-
-class _translated:
-    """Gives a call its time limit, and turns whatever the driver raises into errors of ours: the one place for it.
-
-    Written as a class, since it stands on the way of every message.
-    """
-
-    __slots__ = ("_limit", "_what", "_within_s")
-
-    def __init__(self, what: str, within_s: float) -> None:
-        self._what = what
-        self._within_s = within_s
-        self._limit = asyncio.timeout(within_s)
-
-    async def __aenter__(self) -> None:
-        await self._limit.__aenter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            await self._limit.__aexit__(kind, exc, trace)
-        except TimeoutError:
-            raise TransportLost(f"{self._what}: no answer within {self._within_s:g} s") from exc
-        if exc is None or isinstance(exc, TransportLost | _Refused | _Unroutable):
-            return
-        if isinstance(exc, asyncio.CancelledError):
-            task = asyncio.current_task()
-            if task is not None and task.cancelling() > 0:
-                return
-            # Nobody cancelled us: so the driver tells of the end of a connection whose heartbeats went unanswered.
-            raise TransportLost(f"{self._what}: the connection is gone") from exc
-        if isinstance(exc, Exception):
-            raise _translation(self._what, exc) from exc
-
-
-def _translation(what: str, exc: Exception) -> Exception:
-    match exc:
-        case ProbableAuthenticationError():
-            return TransportLost(f"{what}: the broker refused the credentials")
-        case PublishError():
-            return _Unroutable(f"{what}: no queue took it")
-        case DeliveryError():
-            return _Refused(f"{what}: the broker rejected it")
-        case ChannelPreconditionFailed() if "larger than" in str(exc):
-            return _TooLarge(f"{what}: {_text(exc)}")
-        case ChannelNotFoundEntity() if "no exchange" in str(exc):
-            return _Unroutable(f"{what}: {_text(exc)}")
-        case ChannelPreconditionFailed() | ChannelNotFoundEntity() | ChannelAccessRefused() | ChannelLockedResource():
-            return _Refused(f"{what}: {_text(exc)}")
-        case _:
-            # Also what is no error of the driver's: it rejects pending calls with whatever closed the connection.
-            return TransportLost(f"{what}: {_text(exc)}")
-
-
-class _Connection(aio_pika.Connection):
-    """A plain connection that keeps hold of its sockets, so that one with a silent peer can be torn down."""
-
-    def __init__(self, url: URL, **options: Any) -> None:
-        super().__init__(url, **options)
-        self.sockets = _Sockets()
-        self.kwargs["transport_factory"] = self.sockets
-
-
-class _Sockets(TransportFactory):
-    """Opens the driver's sockets, with TCP keepalive on."""
-
-    def __init__(self) -> None:
-        self._writers: list[asyncio.StreamWriter] = []
-
-    async def create(self, url: URL, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        factory = TLSTransportFactory() if url.scheme == "amqps" else TCPTransportFactory()
-        reader, writer = await factory.create(url, **options)
-        if (sock := writer.get_extra_info("socket")) is not None:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._writers.append(writer)
-        return reader, writer
-
-    def abort(self) -> None:
-        """Close the sockets at once, whatever is still to be written."""
-        for writer in self._writers:
-            writer.transport.abort()
-
-
-async def _close(connection: _Connection) -> None:
-    """Close a connection; one whose peer has stopped answering is torn down."""
-    closing = asyncio.ensure_future(connection.close())
-    try:
-        await asyncio.wait([closing], timeout=CLOSE_S)
-    finally:
-        connection.sockets.abort()
-    await asyncio.wait([closing], timeout=CLOSE_S)
-    if not closing.done():
-        closing.cancel()
-    elif not closing.cancelled():
-        closing.exception()
-
-
-def _copied(properties: Basic.Properties) -> Basic.Properties:
-    """A copy's properties: all that were set, less what the broker wrote or would act on again."""
-    kept = Basic.Properties(
-        **{name: getattr(properties, name) for name in Basic.Properties.attributes() if name != "user_id"}
-    )
-    if kept.headers is not None:
-        kept.headers = {
-            name: value
-            for name, value in kept.headers.items()
-            if name not in BROKER_HEADERS and not name.startswith(BROKER_HEADER_PREFIXES)
-        }
-    return kept
-
-
 def _receipt(delivery: Delivery) -> _Receipt:
     assert isinstance(delivery.receipt, _Receipt)
     return delivery.receipt
-
-
-def _text(exc: BaseException | None) -> str:
-    """An error's text, short enough for a log; the driver's errors carry no credentials."""
-    if exc is None:
-        return "no reason given"
-    said = " ".join(str(part) for part in exc.args if part is not None) or type(exc).__name__
-    return said[:300]

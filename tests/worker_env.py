@@ -28,6 +28,8 @@ def worker_env(
         "HEALTH_CHECK_INTERVAL_S": "0.5",
         "METRICS_FLUSH_INTERVAL_S": "0.5",
         "CLAIM_LEASE_S": "3",
+        # What a test makes fail is to be seen for itself.
+        "MODEL_BREAKER_FAILURES": "0",
         "REDIS_RETRY_DELAY_S": "3",
         "SHUTDOWN_GRACE_S": "3",
         "WORKER_HTTP_PORT": str(http_port),

@@ -258,6 +258,13 @@ class HealthSettings(Part):
     failure_threshold: int = whole(
         "HEALTH_FAILURE_THRESHOLD", 3, "time-outs of /health in a row that make the model unhealthy", 1, 1000
     )
+    breaker_failures: int = whole(
+        "MODEL_BREAKER_FAILURES",
+        10,
+        "failed calls in a row after which consuming pauses although /health is well, for 5 s to 60 s; 0 = never",
+        0,
+        100_000,
+    )
 
 
 class MetricsSettings(Part):
@@ -319,9 +326,20 @@ class BillingSettings(Part):
 class OpsSettings(Part):
     host: Host = variable("WORKER_HTTP_HOST", "0.0.0.0", "address of the ops port", "a host name or address")
     port: int = whole("WORKER_HTTP_PORT", 9090, "livez, readyz, healthz, metrics, status; 0 = off", 0, 65535)
+    token: Token | None = variable(
+        "WORKER_HTTP_TOKEN",
+        None,
+        "bearer token for POST /pause, /resume and /log-level on the ops port; without one they are off",
+        "any text",
+        secret=True,
+        file=True,
+    )
     shutdown_grace_s: float = seconds(
         "SHUTDOWN_GRACE_S", 25.0, "how long in-flight requests may finish after SIGTERM", least=0
     )
+
+    def token_now(self) -> str | None:
+        return None if self.token is None else self.token.now()
 
 
 class GatewaySettings(Part):
@@ -346,6 +364,30 @@ class TlsSettings(Part):
             # An encrypted key would ask for its password on the terminal.
             context.load_cert_chain(self.cert_file, self.key_file, password="")
         return context
+
+
+class TracesSettings(Part):
+    base_url: BaseUrl | None = variable(
+        "OTEL_EXPORTER_OTLP_ENDPOINT",
+        None,
+        "the collector that traces go to, over OTLP/HTTP; without one there are none",
+        "http:// or https://, without a query",
+        file=True,
+    )
+    url: PageUrl | None = variable(
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+        None,
+        "the same as a whole URL; wins",
+        "http:// or https://",
+        file=True,
+        shown="OTEL_EXPORTER_OTLP_ENDPOINT + /v1/traces",
+    )
+
+    def url_now(self) -> str | None:
+        """The whole URL; None where no traces are wanted."""
+        if self.url is not None:
+            return self.url.now()
+        return None if self.base_url is None else f"{self.base_url.now()}/v1/traces"
 
 
 class LogSettings(Part):
@@ -381,6 +423,7 @@ class Settings(Part):
     ops: OpsSettings
     gateway: GatewaySettings
     tls: TlsSettings
+    traces: TracesSettings
     log: LogSettings
 
     def vllm_metrics_url_now(self) -> str:

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import re
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from inference_worker.disposition import Token
 from inference_worker.errors import StoreUnavailable
@@ -29,12 +29,15 @@ from inference_worker.redis_scripts import (
     REFUSED,
     RELEASE,
     RENEW,
+    REPLAY,
     RUNNING,
     SENT,
     RedisLink,
 )
+from inference_worker.results.notifications import Notifications
 from inference_worker.timing import stopped_within
 
+ReplayRefused = Literal["completed", "running"]
 DEAD_NOTE_TTL_S: Final = 30 * 86_400
 MOST_REFUSED: Final = 1_000_000
 BILLING_GROUP: Final = "billing"
@@ -49,7 +52,7 @@ def result_key(request_id: str) -> str:
 
 def claim_key(request_id: str) -> str:
     """Where the claim lies: in the result's slot of a Cluster, whether or not the id has a hash tag of its own."""
-    if re.search(r"\{[^}]+\}", request_id):
+    if "{" in request_id and re.search(r"\{[^}]+\}", request_id):
         return f"infer_claim:{request_id}"
     return f"infer_claim:{{{result_key(request_id)}}}"
 
@@ -57,8 +60,18 @@ def claim_key(request_id: str) -> str:
 class RedisStore:
     """The result store of `ports.py` in one Redis."""
 
-    def __init__(self, link: RedisLink, *, deployment_id: str, replica_id: str, lease_s: float, ttl_s: float) -> None:
+    def __init__(
+        self,
+        link: RedisLink,
+        *,
+        deployment_id: str,
+        replica_id: str,
+        lease_s: float,
+        ttl_s: float,
+        notifications: Notifications | None = None,
+    ) -> None:
         self._link = link
+        self._notifications = notifications
         self._outbox = f"infer_usage:{deployment_id}"
         self._probe = f"infer_claim:probe:{deployment_id}:{replica_id}"
         self._lease_ms = round(lease_s * 1000)
@@ -110,7 +123,9 @@ class RedisStore:
         return stored if isinstance(stored, bytes) else None
 
     async def wait(self, request_id: str, within_s: float) -> bytes | None:
-        """See `ports.ResultStore`. Looks more and more rarely, up to five times a second."""
+        """See `ports.ResultStore`. Without notifications it looks more and more rarely, down to five times a second."""
+        if self._notifications is not None:
+            return await self._notifications.wait(result_key(request_id), within_s)
         over = asyncio.Event()
         until = asyncio.get_running_loop().time() + within_s
         for turn in itertools.count():
@@ -121,6 +136,32 @@ class RedisStore:
                 break
             await stopped_within(over, min(0.02 * 1.5 ** min(turn, 10), 0.2, left_s))
         return None
+
+    async def make_room(self, request_id: str) -> ReplayRefused | None:
+        """Forget a failed result and the claim, so that the request can run anew; None where that was done."""
+        answer = await self._link.run(REPLAY, _keys(request_id))
+        match answer[0]:
+            case b"COMPLETED":
+                return "completed"
+            case b"BUSY":
+                return "running"
+            case _:
+                return None
+
+    async def known(self, request_id: str) -> KnownReply | None:
+        """What is stored, without the answer, which may be large; None where nothing is."""
+        head = await self._link.do("GETRANGE", result_key(request_id), 0, 63)
+        if not head:
+            return None
+        if bytes(head).startswith((b'{"status":"completed"', b'{"status": "completed"')):
+            return KnownReply(status="completed", status_code=200)
+        stored = await self.read(request_id)
+        return None if stored is None else known_reply(stored)
+
+    async def dead_note(self, request_id: str) -> bytes | None:
+        """What `bury` has noted."""
+        note = await self._link.do("GET", f"infer_dead:{request_id}")
+        return note if isinstance(note, bytes) else None
 
     async def running(self, request_id: str) -> bool:
         """See `ports.ResultStore`."""

@@ -66,7 +66,8 @@ class MemoryBroker:
     delayed: int = 0
     held_bytes: int = 0
     dead: deque[DeadMessage] = field(default_factory=lambda: deque(maxlen=MOST_DEAD_LETTERS))
-    connections: set["MemoryTransport"] = field(default_factory=set)
+    connections: dict["MemoryTransport", None] = field(default_factory=dict)
+    """In the order of their opening, which is that of their being woken: the same in every run."""
     refuses: str | None = None
     """Why no connection can be had; a test sets it."""
 
@@ -76,7 +77,7 @@ class MemoryBroker:
         if self.refuses is not None:
             raise TransportLost(self.refuses)
         transport = MemoryTransport(self)
-        self.connections.add(transport)
+        self.connections[transport] = None
         try:
             yield transport
         finally:
@@ -141,7 +142,7 @@ class MemoryTransport:
             return
         self.lost_because = why
         self.lost.set()
-        self._broker.connections.discard(self)
+        self._broker.connections.pop(self, None)
         for delivery in reversed(self._held.values()):
             delivery.lost.set()
             self._broker.give_back(_receipt(delivery).message)

@@ -2,6 +2,7 @@
 
     python -m tests.bench throughput [--rounds 3] [--messages 5000] [--in-flight 16 64]
     python -m tests.bench latency [--messages 300]
+    python -m tests.bench submit [--lines 10000] [--in-flight 64]
 
 RabbitMQ and Redis come from where the tests have them (`TEST_SERVICES`). The worker is the real process; the bare loop
 consumes, claims, calls, stores and acknowledges with the same drivers, the same scripts and no logic at all. Rounds
@@ -27,6 +28,7 @@ from rich.table import Table
 
 from inference_worker import logs
 from tests.bench.latency import measure_latency
+from tests.bench.submit import submit_bar
 from tests.conservation import channel_of
 from tests.faults.processes import WorkerProcess
 from tests.services import Rabbit, Redis, choose, free_port
@@ -173,10 +175,11 @@ async def latency(args: argparse.Namespace, rabbit: Rabbit, redis: Redis) -> boo
 def main() -> int:
     """Run what the arguments name; 1 where a bar is missed."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench")
-    parser.add_argument("what", nargs="?", choices=["throughput", "latency", "all"], default="all")
+    parser.add_argument("what", nargs="?", choices=["throughput", "latency", "submit", "all"], default="all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--messages", type=int, default=5000)
     parser.add_argument("--in-flight", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--lines", type=int, default=10_000)
     args = parser.parse_args()
     logs.configure("warning", "console", sys.stderr)
     supply = choose(os.environ, console.print)
@@ -188,6 +191,8 @@ def main() -> int:
             good &= asyncio.run(latency(few, rabbit, redis))
         if args.what in ("throughput", "all"):
             good &= asyncio.run(throughput(args, rabbit, redis))
+        if args.what in ("submit", "all"):
+            good &= asyncio.run(submit_bar(args.lines, args.in_flight[-1], rabbit, redis, console))
     finally:
         supply.close()
     return 0 if good else 1

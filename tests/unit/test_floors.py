@@ -17,12 +17,17 @@ FLOORS = (
     "messages",  # F1
     "event_stream",
     "disposition",  # F2
+    "breaker",
     "config.values",  # F3
     "ports config.settings",
-    "redis_scripts settling metrics_buffer metrics logs",  # F4a
-    "rmq_listener transports.* results.* model_client billing.* scraping mock_model",  # F4b
-    "message_processor health_checker metrics_reporter ops_server gateway.*",  # F5
-    "listener",  # F6
+    "redis_scripts settling metrics_buffer metrics logs tracing",  # F4a
+    "rmq_connection",
+    "rmq_listener rmq_producer rmq_dead_letters transports.* results.* model_client billing.* scraping mock_model",
+    "rmq_look client_ways otlp",
+    "message_processor health_checker metrics_reporter ops_server gateway.* client dlq check",  # F5
+    "listener submit_lines submit_state submit_progress",  # F6
+    "submit_run",
+    "submit dlq_command check_command",
     "assembly",  # F7
     "dev",  # F8
     "cli",  # F9
@@ -37,15 +42,16 @@ LIBRARIES = {
     "msgspec": "messages event_stream",
 }
 DRIVERS = {
-    "aio_pika": "rmq_listener",
-    "aiormq": "rmq_listener",
-    "pamqp": "rmq_listener",
-    "redis": "redis_scripts results.redis",
+    "aio_pika": "rmq_*",
+    "aiormq": "rmq_*",
+    "pamqp": "rmq_*",
+    "redis": "redis_scripts results.redis results.notifications",
     "aiohttp": "model_client",
     "aiohttp.web": "ops_server mock_model",
     "fastapi": "gateway.*",
     "starlette": "gateway.*",
     "uvicorn": "gateway.*",
+    "opentelemetry": "otlp",
 }
 
 

@@ -167,6 +167,17 @@ async def test_a_time_out_is_as_long_as_the_interval_where_that_is_shorter() -> 
     assert watched.health.reason == "no answer within 2 s, 3 in a row"
 
 
+async def test_a_time_out_is_5_s_however_long_the_interval_is() -> None:
+    """Contract, section 6: "each the interval long, at most 5 s": three looks a minute apart, the last 5 s long."""
+    server, watched = FakeModelServer(200, SILENT), Watched()
+
+    async with checking(server, watched.health, interval_s=60):
+        await asyncio.sleep(200)
+
+    assert watched.changes == [(0, True), (185, False)]
+    assert watched.health.reason == "no answer within 5 s, 3 in a row"
+
+
 async def test_a_time_out_does_not_make_an_unhealthy_model_healthy() -> None:
     server, watched = FakeModelServer(SILENT), Watched()
 

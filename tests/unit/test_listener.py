@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Generator
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -26,7 +27,7 @@ from inference_worker.message_processor import Job
 from inference_worker.messages import KnownReply
 from inference_worker.ports import Answer, Claimed, RunningElsewhere
 from tests.store_contract import failure, reply
-from tests.unit.worker_kit import EPOCH, FakeModel, Site, Worker, body, running
+from tests.unit.worker_kit import EPOCH, FakeModel, Site, Worker, body, now, running
 from tests.waiting import eventually
 
 OTHER = Token("elsewhere")
@@ -490,13 +491,9 @@ async def test_messages_flow_again_once_half_of_the_memory_is_free(site: Site) -
     """Not before: else each answer would let one message in, and consuming would begin and end all the time."""
 
     class Staggered(FakeModel):
-        async def infer(
-            self, *, endpoint: str, payload: bytes, stream: bool, request_id: str, timeout_s: float
-        ) -> Answer:
+        async def infer(self, **asked: Any) -> Answer:
             self.takes_s += 10.0
-            return await super().infer(
-                endpoint=endpoint, payload=payload, stream=stream, request_id=request_id, timeout_s=timeout_s
-            )
+            return await super().infer(**asked)
 
     bodies = [body(f"r-{n}") for n in range(6)]
     worker = Worker(site, Staggered(), slots=10, budget_bytes=len(bodies[0]) * 4)
@@ -968,3 +965,19 @@ async def test_a_cut_during_the_drain_loses_nothing(site: Site, stop_first: bool
     assert await site.result() is not None
     assert len(site.broker.ready) == 1
     assert worker.settled == [DeliveryLost(stored=True)]
+
+
+async def test_requests_whose_runner_died_run_one_at_a_time_beside_the_others(site: Site) -> None:
+    """Bug report B46: a poison must not take its innocent neighbours along a second time."""
+    for name in ("a", "b"):
+        await site.store.claim(name, 0, Token(f"dead-{name}"), now() + 600)
+    await asyncio.sleep(site.lease_s + 1)
+    await site.publish(*[body(name) for name in ("a", "b", "c")])
+    worker = Worker(site, FakeModel(takes_s=5.0), slots=4)
+    async with running(worker):
+        await eventually(lambda: len(worker.model.calls) == 2, within=10, what="two calls", every=0.1)
+        assert sorted(worker.model.calls) == ["a", "c"]
+        await answered(site, "a", "b", "c")
+
+    assert worker.model.calls.count("b") == 1
+    assert worker.model.most_at_once == 2

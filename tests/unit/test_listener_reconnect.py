@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from inference_worker.breaker import Breaker
 from inference_worker.disposition import RetryPolicy, Token
 from inference_worker.errors import TransportLost
 from inference_worker.listener import Listener
@@ -22,7 +23,7 @@ from inference_worker.transports.memory import MemoryBroker, MemoryTransport
 class NoModel:
     """Is never called."""
 
-    async def infer(self, *, endpoint: str, payload: bytes, stream: bool, request_id: str, timeout_s: float) -> Answer:
+    async def infer(self, **_: object) -> Answer:
         raise AssertionError("there is no request here")
 
     async def warm(self, connections: int) -> None:
@@ -81,6 +82,7 @@ def listener_of(link: Link, store: ResultStore) -> Listener:
         store_health=store_health,
         warm=NoModel().warm,
         policy=RetryPolicy(max_retries=1),
+        breaker=Breaker(0),
         metrics=metrics,
         buffer=MetricsBuffer(10),
         budget=ByteBudget(1000),

@@ -23,13 +23,30 @@ class Worker:
         }
         self.status: dict[str, object] = {"replica_id": "replica-1", "in_flight": 2, "kind": Worker}
         self.accepted: list[str] = []
+        self.token: str | None = "s3cret"
+        self.told: list[str] = []
 
     def metrics(self, accept: str) -> tuple[bytes, str]:
         self.accepted.append(accept)
         return b"a_metric 1\n", "text/plain; version=0.0.4; charset=utf-8"
 
     def server(self) -> OpsServer:
-        return OpsServer(ready=lambda: self.conditions, status=lambda: self.status, metrics=self.metrics)
+        return OpsServer(
+            ready=lambda: self.conditions,
+            status=lambda: self.status,
+            metrics=self.metrics,
+            controls=self,
+            token=lambda: self.token,
+        )
+
+    def pause(self) -> None:
+        self.told.append("pause")
+
+    def resume(self) -> None:
+        self.told.append("resume")
+
+    def log_level(self, level: str) -> None:
+        self.told.append(level)
 
 
 @asynccontextmanager
@@ -141,3 +158,48 @@ async def test_a_client_that_says_nothing_does_not_hold_up_the_others_nor_the_en
 
     writer.close()
     assert response.status_code == 200
+
+
+@pytest.mark.parametrize(("path", "body", "told"), [("/pause", {}, "pause"), ("/resume", {}, "resume")])
+async def test_an_operator_with_the_token_pauses_and_resumes(path: str, body: dict[str, str], told: str) -> None:
+    worker = Worker()
+    async with client_of(worker) as client:
+        response = await client.post(path, json=body, headers={"Authorization": "Bearer s3cret"})
+
+    assert response.status_code == 200
+    assert worker.told == [told]
+
+
+async def test_an_operator_with_the_token_changes_the_log_level() -> None:
+    worker = Worker()
+    async with client_of(worker) as client:
+        headers = {"Authorization": "Bearer s3cret"}
+        good = await client.post("/log-level", json={"level": "debug"}, headers=headers)
+        bad = await client.post("/log-level", json={"level": "loud"}, headers=headers)
+
+    assert (good.status_code, good.json()) == (200, {"level": "debug"})
+    assert worker.told == ["debug"]
+    assert bad.status_code == 400
+    assert "debug|info|warning|error|critical" in bad.json()["error"]
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "s3cret", "Bearer \u00e4"])
+async def test_without_the_right_token_nothing_is_changed(header: str | None) -> None:
+    worker = Worker()
+    async with client_of(worker) as client:
+        headers = httpx.Headers({} if header is None else {b"Authorization": header.encode()})
+        answers = [await client.post(path, headers=headers) for path in ("/pause", "/resume", "/log-level")]
+
+    assert [answer.status_code for answer in answers] == [401, 401, 401]
+    assert worker.told == []
+
+
+async def test_without_a_token_of_its_own_a_worker_has_no_controls() -> None:
+    worker = Worker()
+    worker.token = None
+    async with client_of(worker) as client:
+        answer = await client.post("/pause", headers={"Authorization": "Bearer x"})
+
+    assert answer.status_code == 403
+    assert "WORKER_HTTP_TOKEN" in answer.json()["error"]
+    assert worker.told == []

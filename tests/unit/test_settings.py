@@ -68,7 +68,9 @@ def test_the_defaults_are_the_sources() -> None:
     assert (settings.metrics.ttft_header, settings.metrics.tbt_header) == ("x-ttft", "x-tbt")
     assert settings.vllm_metrics_url_now() == "http://localhost:8000/metrics"
     assert (settings.ops.host, settings.ops.port, settings.ops.shutdown_grace_s) == ("0.0.0.0", 9090, 25)
+    assert (settings.ops.token_now(), settings.health.breaker_failures) == (None, 10)
     assert (settings.gateway.host, settings.gateway.port) == ("127.0.0.1", 8080)
+    assert settings.traces.url_now() is None
     assert (settings.log.level, settings.log.format, settings.transport.kind) == ("info", "json", "rabbitmq")
     assert (settings.identity.org_id, settings.identity.request_queue) == ("", "infer_req.d-1")
 
@@ -90,10 +92,11 @@ def test_every_variable_is_described_once() -> None:
     assert {row.name for row in rows if row.secret} == {
         "RABBITMQ_PASSWORD",
         "REDIS_PASSWORD",
+        "WORKER_HTTP_TOKEN",
         "MODEL_API_KEY",
         "METRIC_SERVER_SERVICE_TOKEN",
     }
-    urls = {row.name for row in rows if row.name.endswith("_URL")} | {"CROESUS_HOST"}
+    urls = {row.name for row in rows if row.name.endswith(("_URL", "_ENDPOINT"))} | {"CROESUS_HOST"}
     assert {row.name for row in rows if row.file and not row.secret} == urls
 
 
@@ -585,3 +588,11 @@ Af8EBTADAQH/MAoGCCqGSM49BAMCA0cAMEQCIAPPwpLEL+W/EZN8MoyInJzuaTm4
 CX7LHHnDkfa1ea9vAiBBW2/91ZyG3dX/7AkR6ImEXnNMORddWcQRE+PDrMb7KQ==
 -----END CERTIFICATE-----
 """
+
+
+def test_traces_go_to_the_url_that_is_named_or_below_the_base_url() -> None:
+    base, whole = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+
+    assert run_with(**{base: "http://c:4318/"}).traces.url_now() == "http://c:4318/v1/traces"
+    assert run_with(**{whole: "http://t:1/in?x=1"}).traces.url_now() == "http://t:1/in?x=1"
+    assert run_with(**{base: "http://c:4318", whole: "http://t:1/in"}).traces.url_now() == "http://t:1/in"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TypeVar
 
+from inference_worker.breaker import Breaker
 from inference_worker.disposition import Disposition, RetryPolicy, Settlement, Token
 from inference_worker.errors import StoreUnavailable, TransportLost
 from inference_worker.listener import Listener
@@ -19,7 +20,7 @@ from inference_worker.message_processor import Job, MessageProcessor
 from inference_worker.messages import InferenceRequest, Reply, Usage, encode_request
 from inference_worker.metrics import WorkerMetrics
 from inference_worker.metrics_buffer import MetricsBuffer
-from inference_worker.ports import Answer, Backlog, Claim, Delivery, Health, Renewal, Transport, Write
+from inference_worker.ports import NO_HEADERS, Answer, Backlog, Claim, Delivery, Health, Renewal, Transport, Write
 from inference_worker.results.memory import MemoryStore
 from inference_worker.timing import ByteBudget, ended
 from inference_worker.transports.memory import MemoryBroker, MemoryTransport
@@ -57,6 +58,7 @@ class FakeModel:
     calls: list[str] = field(default_factory=list)
     payloads: list[bytes] = field(default_factory=list)
     timeouts_s: list[float] = field(default_factory=list)
+    headers: list[Mapping[str, str]] = field(default_factory=list)
     running: dict[str, int] = field(default_factory=dict)
     closed: list[str] = field(default_factory=list)
     """Requests whose call was closed before its end."""
@@ -64,8 +66,18 @@ class FakeModel:
     warmed: int = 0
     begun: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def infer(self, *, endpoint: str, payload: bytes, stream: bool, request_id: str, timeout_s: float) -> Answer:
+    async def infer(
+        self,
+        *,
+        endpoint: str,
+        payload: bytes,
+        stream: bool,
+        request_id: str,
+        timeout_s: float,
+        headers: Mapping[str, str] = NO_HEADERS,
+    ) -> Answer:
         self.calls.append(request_id)
+        self.headers.append(headers)
         self.payloads.append(payload)
         self.timeouts_s.append(timeout_s)
         self.running[request_id] = self.running.get(request_id, 0) + 1
@@ -282,6 +294,7 @@ class Worker:
         grace_s: float = 25.0,
         budget_bytes: int = 1_000_000,
         model_ok: bool = True,
+        breaker_failures: int = 0,
     ) -> None:
         self.site = site
         self.model = model
@@ -333,6 +346,7 @@ class Worker:
             store_health=self.store_health,
             warm=model.warm,
             policy=RetryPolicy(max_retries=max_retries, first_delay_s=first_delay_s),
+            breaker=Breaker(breaker_failures),
             metrics=self.metrics,
             buffer=self.buffer,
             budget=self.budget,

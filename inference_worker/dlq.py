@@ -1,0 +1,359 @@
+"""The dead letters: what each one is, which are meant, and how one is put back or removed.
+
+A replay is a new submission: the failed result and the claim go, a confirmed copy follows, then the letter is taken
+away, in this order; after a stop at any point the letter is there or its copy is.
+Not here: what is printed (`dlq_command`).
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Final, Literal, Protocol
+
+import msgspec
+
+from inference_worker.errors import StoreUnavailable
+from inference_worker.messages import KnownReply, usable_id
+from inference_worker.results.redis import ReplayRefused
+from inference_worker.rmq_dead_letters import Letter, NotPutBack
+from inference_worker.timing import stopped_within
+
+MOST_LOOKED_AT: Final = 100_000
+"""Letters held at once by one command; what lies beyond them is not looked at."""
+
+
+class Letters(Protocol):
+    """The queue: `rmq_dead_letters.DeadLetters`."""
+
+    ready: int
+
+    async def next(self) -> Letter | None: ...
+    async def has_queue(self, name: str) -> bool: ...
+    async def put_back(self, letter: Letter, body: bytes, queue: str) -> None: ...
+    async def take_away(self, letter: Letter) -> None: ...
+
+
+class Store(Protocol):
+    """What the result store knows: `results.redis.RedisStore`."""
+
+    async def known(self, request_id: str) -> KnownReply | None: ...
+    async def dead_note(self, request_id: str) -> bytes | None: ...
+    async def make_room(self, request_id: str) -> ReplayRefused | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dead:
+    """What is known of one dead letter, from the letter, from the worker's note, and from the result."""
+
+    request_id: str | None
+    queue: str | None
+    """Where it died."""
+    reason: str
+    detail: str = ""
+    attempts: int | None = None
+    """How often it was tried."""
+    status_code: int | None = None
+    """The last one."""
+    died_at: float | None = None
+    result: str | None = None
+    """The status of the result that is stored; None where none is."""
+    tenant: str | None = None
+    endpoint: str | None = None
+    received_at: float | None = None
+    timeout_s: float | None = None
+    message_id: str | None = None
+    size_bytes: int = 0
+    store_silent: str = ""
+    """Why Redis could not be asked, if it could not."""
+
+    def as_json(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "store_silent"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filter:
+    """Which letters are meant; what is None does not matter."""
+
+    queue: str | None
+    """Only what died here; None for all deployments that share the queue."""
+    ids: frozenset[str] = frozenset()
+    reason: str | None = None
+    tenant: str | None = None
+    older_than_s: float | None = None
+    newer_than_s: float | None = None
+    completed: bool = False
+    """Only letters whose request has a completed result by now."""
+
+    def fits_letter(self, letter: Letter, seen: "_Body") -> bool:
+        """What can be told without the store."""
+        if self.queue is not None and not _died_in(letter, self.queue):
+            return False
+        request_id = seen.request_id or letter.message_id
+        if self.ids and request_id not in self.ids:
+            return False
+        return self.tenant is None or seen.tenant == self.tenant
+
+    def fits(self, dead: Dead, now: float) -> bool:
+        """The rest."""
+        if self.reason is not None and dead.reason != self.reason:
+            return False
+        if self.completed and dead.result != "completed":
+            return False
+        age_s = None if dead.died_at is None else now - dead.died_at
+        if self.older_than_s is not None and (age_s is None or age_s < self.older_than_s):
+            return False
+        return self.newer_than_s is None or (age_s is not None and age_s <= self.newer_than_s)
+
+
+@dataclass(slots=True, kw_only=True)
+class Walk:
+    """What a walk over the queue has seen."""
+
+    looked_at: int = 0
+    matched: int = 0
+    more: bool = False
+    """It stopped before the end of the queue."""
+    store_silent: str = ""
+
+
+Act = Callable[[Dead, Letter], Awaitable[None]]
+
+
+async def walk(
+    letters: Letters,
+    store: Store,
+    meant: Filter,
+    act: Act,
+    *,
+    now: Callable[[], float],
+    stop: asyncio.Event,
+    limit: int | None,
+) -> Walk:
+    """Call `act` with each letter that is meant, `limit` of them at most. Letters that come meanwhile are not seen.
+
+    Raises:
+        TransportLost, LookedAtTooOften
+    """
+    seen = Walk()
+    while seen.looked_at < letters.ready:
+        if stop.is_set() or seen.looked_at >= MOST_LOOKED_AT or (limit is not None and seen.matched >= limit):
+            seen.more = True
+            break
+        letter = await letters.next()
+        if letter is None:
+            break
+        seen.looked_at += 1
+        body = _body(letter.body)
+        if not meant.fits_letter(letter, body):
+            continue
+        dead = await describe(letter, body, store)
+        seen.store_silent = seen.store_silent or dead.store_silent
+        if meant.fits(dead, now()):
+            seen.matched += 1
+            await act(dead, letter)
+    return seen
+
+
+async def describe(letter: Letter, body: "_Body", store: Store) -> Dead:
+    """Put together what is known of a letter; without Redis it is what the letter itself says."""
+    request_id = body.request_id if usable_id(body.request_id) else letter.message_id
+    note, known, silent = _Note(), None, ""
+    if request_id is not None and usable_id(request_id):
+        try:
+            note = _note(await store.dead_note(request_id))
+            known = await store.known(request_id)
+        except StoreUnavailable as exc:
+            silent = str(exc)
+    failed = known if known is not None and known.status == "failed" else None
+    retries = _whole(letter.headers.get("x-retry-count"))
+    attempts = _whole(letter.headers.get("x-dead-attempts")) or note.attempts
+    if attempts is None and retries is not None:
+        attempts = retries + 1
+    status = _whole(letter.headers.get("x-dead-status")) or note.status_code
+    said = letter.headers.get("x-dead-reason") or note.reason or (failed.error_code if failed is not None else None)
+    died_at = _died_at(letter)
+    return Dead(
+        request_id=request_id,
+        queue=letter.origin,
+        reason=str(said or _broker_reason(letter)),
+        detail=note.detail,
+        attempts=attempts,
+        status_code=status or (failed.status_code if failed is not None else None),
+        died_at=died_at if died_at is not None else note.dead_at,
+        result=None if known is None else known.status,
+        tenant=body.tenant,
+        endpoint=body.endpoint,
+        received_at=body.received_at,
+        timeout_s=body.timeout_s,
+        message_id=letter.message_id,
+        size_bytes=len(letter.body),
+        store_silent=silent,
+    )
+
+
+# ---------------------------------------------------------------- replay
+
+Replayed = Literal[
+    "replayed", "would replay", "completed", "running", "unreadable", "no queue", "not put back", "again"
+]
+
+
+@dataclass(slots=True, kw_only=True)
+class Replay:
+    """Puts letters back, so many a second."""
+
+    letters: Letters
+    store: Store
+    now: Callable[[], float]
+    stop: asyncio.Event
+    rate: float
+    """Letters a second; 0 for as fast as it goes."""
+    dry_run: bool = False
+    outcomes: dict[Replayed, int] = field(default_factory=dict)
+    _queues: dict[str, bool] = field(default_factory=dict)
+    _done: set[str] = field(default_factory=set)
+
+    async def __call__(self, dead: Dead, letter: Letter) -> tuple[Replayed, str]:
+        """Put one back; what became of it, in a word and in words.
+
+        Raises:
+            TransportLost: the letter may be held no more, or taken away; nothing is lost.
+            StoreUnavailable: nothing was done that cannot be done again.
+        """
+        word, why = await self._put_back(dead, letter)
+        self.outcomes[word] = self.outcomes.get(word, 0) + 1
+        if word == "replayed" and self.rate > 0:
+            await stopped_within(self.stop, 1 / self.rate)
+        return word, why
+
+    async def _put_back(self, dead: Dead, letter: Letter) -> tuple[Replayed, str]:
+        request_id, body = dead.request_id, renewed(letter.body, self.now())
+        if body is None or request_id is None or _body(letter.body).request_id != request_id:
+            return "unreadable", "it is no JSON object with a usable request_id, and would be refused again"
+        if request_id in self._done:
+            return "again", "another letter of the same request was just replayed"
+        queue = letter.origin
+        if queue is None or not await self._exists(queue):
+            return "no queue", f"the queue that it died in, {queue or 'which it does not name'}, does not exist"
+        if dead.result == "completed":
+            return "completed", "the request has a completed result"
+        if self.dry_run:
+            self._done.add(request_id)
+            return "would replay", ""
+        match await self.store.make_room(request_id):
+            case "completed":
+                return "completed", "the request has a completed result"
+            case "running":
+                return "running", "the request is running now"
+            case None:
+                pass
+        try:
+            await self.letters.put_back(letter, body, queue)
+        except NotPutBack as exc:
+            return "not put back", f"{exc}; the letter is still here, replay it again"
+        self._done.add(request_id)
+        await self.letters.take_away(letter)
+        return "replayed", ""
+
+    async def _exists(self, queue: str) -> bool:
+        if queue not in self._queues:
+            self._queues[queue] = await self.letters.has_queue(queue)
+        return self._queues[queue]
+
+
+def renewed(body: bytes, now: float) -> bytes | None:
+    """The body with a new `received_at`, every other field as the bytes that came; None where it is no object."""
+    try:
+        body.decode()
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
+    fields["received_at"] = msgspec.Raw(msgspec.json.encode(now))
+    return msgspec.json.encode(fields)
+
+
+def mark_of(letter: Letter) -> bytes:
+    """What a letter is recognised by from one walk to the next."""
+    return hashlib.blake2b(letter.body + (letter.message_id or "").encode(), digest_size=16).digest()
+
+
+# ---------------------------------------------------------------- reading a letter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Body:
+    request_id: str | None = None
+    tenant: str | None = None
+    endpoint: str | None = None
+    received_at: float | None = None
+    timeout_s: float | None = None
+
+
+class _Note(msgspec.Struct):
+    reason: str | None = None
+    detail: str = ""
+    attempts: int | None = None
+    status_code: int | None = None
+    dead_at: float | None = None
+
+
+def _body(raw: bytes) -> _Body:
+    try:
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return _Body()
+
+    def said(name: str) -> object:
+        try:
+            return msgspec.json.decode(fields[name]) if name in fields else None
+        except (msgspec.MsgspecError, RecursionError):
+            return None
+
+    return _Body(
+        request_id=_text(said("request_id")),
+        tenant=_text(said("tenant")),
+        endpoint=_text(said("endpoint")),
+        received_at=_seconds(said("received_at")),
+        timeout_s=_seconds(said("timeout_s")),
+    )
+
+
+def _note(raw: bytes | None) -> _Note:
+    try:
+        return _Note() if raw is None else msgspec.json.decode(raw, type=_Note)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return _Note()
+
+
+def _died_in(letter: Letter, queue: str) -> bool:
+    """A delayed retry died in its waiting queue, on the way back to the request queue."""
+    queues = {str(death.get("queue")) for death in letter.deaths} | {letter.origin}
+    return queue in queues
+
+
+def _broker_reason(letter: Letter) -> str:
+    """`rejected`, `delivery_limit`, `maxlen`, `expired`: why the broker moved it."""
+    deaths = letter.deaths
+    return str(deaths[0].get("reason", "unknown")) if deaths else "unknown"
+
+
+def _died_at(letter: Letter) -> float | None:
+    times: Sequence[Mapping[str, object]] = letter.deaths
+    when = times[0].get("time") if times else None
+    if isinstance(when, datetime):
+        return when.timestamp()
+    return _seconds(when)
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _seconds(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
