@@ -14,9 +14,9 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 
 Level = Literal["debug", "info", "warning", "error", "critical"]
 
-DRIVERS = ("aio_pika", "aiormq", "aiohttp", "asyncio", "redis", "uvicorn")
+DRIVERS = ("aio_pika", "aiormq", "aiohttp", "asyncio", "redis", "urllib3", "uvicorn")
 """They log what we log in our own words. Their warnings pass, with `debug` their `info` too, never their `debug`:
-aiormq's prints frames, and the credentials in them."""
+aiormq's prints frames, and the credentials in them; urllib3's whole paths, with their query."""
 HTTPX = ("httpcore", "httpx")
 """Their `info` prints whole URLs, with the user part."""
 SILENT_DRIVERS = ("aiormq.connection", "aio_pika.exchange", "aiohttp.access")

@@ -6,6 +6,7 @@ generative AI; never a prompt, never an answer. Everything that the SDK reads fo
 
 import asyncio
 import logging
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,8 @@ LAST_S: Final = 2.0
 Attributes = dict[str, AttributeValue]
 _w3c = TraceContextTextMapPropagator()
 _SDK: Final = logging.getLogger("opentelemetry")
+_QUERY: Final = re.compile(r"\?\S*")
+"""Of a URL in an error's text: some collectors take their key there."""
 
 
 class OtlpTracer:
@@ -266,6 +269,7 @@ def tracer(
         provider = TracerProvider(
             resource=Resource.create(dict(identity)).merge(OTELResourceDetector().detect()), shutdown_on_exit=False
         )
+        said.sending = True
         provider.add_span_processor(BatchSpanProcessor(_Told(exporter, said)))
     except (ValueError, RuntimeError) as exc:
         # It reads its variables for itself, so that what is wrong with them shows only here.
@@ -299,6 +303,8 @@ class _Said(logging.Handler):
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(logging.WARNING)
         self._loop = loop
+        self.sending = False
+        """Whether all is set up, so that what the exporter says is of sending."""
         self.why: deque[str] = deque(maxlen=2)
         """What was last said about sending: the reason, then that it was given up."""
         self._sends = True
@@ -306,10 +312,10 @@ class _Said(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Called by the standard library."""
-        text = record.getMessage()[:300]
-        if record.name == "opentelemetry.util.re":
-            text = "OTEL_EXPORTER_OTLP_HEADERS has an entry that is no NAME=VALUE; it is left out"
-        if record.name.startswith("opentelemetry.exporter"):
+        text = _QUERY.sub("?***", record.getMessage())[:300]
+        if "header" in text.lower():  # The text quotes it.
+            text = "OTEL_EXPORTER_OTLP_HEADERS: an entry is no NAME=VALUE, percent-encoded, or cannot be sent"
+        if self.sending and record.name.startswith("opentelemetry.exporter"):
             self.why.append(text)
         elif text not in self._known and len(self._known) < 100:
             self._known.add(text)

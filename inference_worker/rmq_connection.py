@@ -260,11 +260,24 @@ def copied(properties: Basic.Properties) -> Basic.Properties:
     )
     if kept.headers is not None:
         kept.headers = {
-            name: value
+            name: _writable(value)
             for name, value in kept.headers.items()
             if name not in BROKER_HEADERS and not name.startswith(BROKER_HEADER_PREFIXES)
         }
     return kept
+
+
+def _writable(value: Any) -> Any:
+    """A header as the driver can write it: a string that is no UTF-8 it reads as bytes, which it will not write."""
+    match value:
+        case bytes():
+            return bytearray(value)
+        case dict():
+            return {name: _writable(part) for name, part in value.items()}
+        case list():
+            return [_writable(part) for part in value]
+        case _:
+            return value
 
 
 def reason_text(exc: BaseException | None) -> str:

@@ -134,7 +134,7 @@ async def asked(
 async def test_a_request_goes_out_as_it_came_with_its_id_and_key() -> None:
     server = RawServer(says(http()))
     keys = iter(["one\n", None, "bad\nkey"])
-    async with server.serving() as url, client(url + "/", api_key=lambda: next(keys)) as model:
+    async with server.serving() as url, client(url, api_key=lambda: next(keys)) as model:
         for _ in range(3):
             await infer(model, {"x": "é"})
 

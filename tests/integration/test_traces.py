@@ -120,7 +120,6 @@ async def test_what_is_no_context_is_not_passed_on(running_worker: RunningWorker
 async def test_a_collector_that_refuses_is_told_of_once_and_once_more_when_it_takes_spans_again(
     running_worker: RunningWorker, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", f"{SECRET},x-key={SECRET}")
     collector.mode = "status"
     worker = await running_worker(OTEL_EXPORTER_OTLP_ENDPOINT=collector.url)
     for number in range(3):
@@ -136,7 +135,51 @@ async def test_a_collector_that_refuses_is_told_of_once_and_once_more_when_it_ta
     (warning,) = lines(worker, "spans are lost")
     assert "403" in warning["reason"]
     assert len(lines(worker, "takes spans again")) == 1
-    assert len(lines(worker, "OpenTelemetry warns")) == 1
+
+
+@pytest.mark.parametrize(
+    ("header", "told"),
+    [
+        pytest.param(SECRET, "OpenTelemetry warns", id="that is none"),
+        pytest.param(f"authorization={SECRET}%0A2", "spans are lost", id="that cannot be sent"),
+    ],
+)
+async def test_a_wrong_header_is_told_of_and_not_logged(
+    header: str, told: str, running_worker: RunningWorker, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", header)
+    worker = await running_worker(OTEL_EXPORTER_OTLP_ENDPOINT=collector.url)
+    await worker.publish(request_body())
+    await eventually(lambda: lines(worker, told), within=10, what="the warning")
+
+    (warning,) = lines(worker, told)
+    assert "OTEL_EXPORTER_OTLP_HEADERS" in str(warning)
+    assert SECRET not in str(worker.at.log)
+
+
+async def test_what_the_sdk_says_of_its_variables_is_told(
+    running_worker: RunningWorker, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "soon")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "maybe")
+    worker = await running_worker(OTEL_EXPORTER_OTLP_ENDPOINT=collector.url)
+
+    said = [str(line["text"]) for line in lines(worker, "OpenTelemetry warns")]
+    assert [text for text in said if "soon" in text]
+    assert [text for text in said if "maybe" in text]
+
+
+async def test_the_key_in_a_collectors_url_is_not_logged(
+    running_worker: RunningWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")
+    url = f"http://127.0.0.1:{free_port()}/v1/traces?key={SECRET}"
+    worker = await running_worker(OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=url)
+    await worker.publish(request_body())
+    await eventually(lambda: lines(worker, "spans are lost"), within=10, what="the warning")
+
+    (warning,) = lines(worker, "spans are lost")
+    assert "Connection refused" in warning["reason"]
     assert SECRET not in str(worker.at.log)
 
 

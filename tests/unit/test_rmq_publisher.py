@@ -9,7 +9,7 @@ import pytest
 from pamqp.commands import Basic
 
 from inference_worker.errors import NotAccepted, TransportLost
-from inference_worker.rmq_connection import Connection, Publisher
+from inference_worker.rmq_connection import Connection, Publisher, copied
 from inference_worker.rmq_producer import Producer, _Window
 
 
@@ -137,3 +137,13 @@ async def test_many_that_wait_for_a_broker_ask_for_it_one_at_a_time_and_ever_mor
     assert all(isinstance(end, NotAccepted) and end.maybe for end in ends)
     after_the_first = [at for at in tries if at > 0]
     assert len(after_the_first) < 40, f"{len(after_the_first)} tries in a minute"
+
+
+def test_a_header_that_is_no_utf8_can_be_copied() -> None:
+    """The driver reads it as bytes and will not write bytes: without this no retry copy could ever be placed."""
+    odd = Basic.Properties(headers={"k": b"\xff", "t": {"a": [b"\xfe", "s", 1]}})
+
+    kept = copied(odd)
+
+    assert kept.headers == {"k": bytearray(b"\xff"), "t": {"a": [bytearray(b"\xfe"), "s", 1]}}
+    assert kept.marshal()

@@ -97,6 +97,15 @@ async def test_the_model_gets_the_producers_context_of_every_attempt(site: Site)
     assert [line["trace_id"] for line in log if line["event"] == "request"] == [TRACE] * 2
 
 
+async def test_baggage_is_passed_on_without_a_trace_too(site: Site) -> None:
+    worker = Worker(site, FakeModel())
+    async with running(worker):
+        await publish(site, {"baggage": "user=7"})
+        await eventually(lambda: worker.settled, within=5, what="a settlement")
+
+    assert worker.model.headers == [{"baggage": "user=7"}]
+
+
 async def test_a_message_without_a_trace_says_nothing_of_one(site: Site) -> None:
     worker = Worker(site, FakeModel())
     with capture_logs() as log:
