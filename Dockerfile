@@ -34,7 +34,8 @@ RUN rm -rf /usr/local/lib/python3*/site-packages/* /usr/local/lib/python3*/ensur
     find / -xdev -type f -perm /6000 -exec chmod a-s {} + && \
     echo 'worker:x:10001:10001::/nonexistent:/usr/sbin/nologin' >>/etc/passwd && echo 'worker:x:10001:' >>/etc/group
 COPY --from=build /opt/inference-worker /opt/inference-worker
-ENV PATH=/opt/inference-worker/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+# Large answers come in pieces: above 64 KiB they are mapped, so that their memory goes back when they do.
+ENV PATH=/opt/inference-worker/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 MALLOC_MMAP_THRESHOLD_=65536
 # The one place where `submit` may note how far it is; `run` writes nothing.
 WORKDIR /tmp
 # By number, so that Kubernetes can see that it is not root.

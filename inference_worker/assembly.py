@@ -18,6 +18,7 @@ from inference_worker import logs
 from inference_worker.billing.cloudevents import CroesusSink, usage_event
 from inference_worker.breaker import Breaker
 from inference_worker.config.settings import Settings, warnings
+from inference_worker.config.values import without_user
 from inference_worker.disposition import RetryPolicy, Token
 from inference_worker.errors import TransportLost
 from inference_worker.health_checker import HealthChecker
@@ -186,12 +187,13 @@ class Worker:
         """What this worker is and does, for people."""
         identity = self._settings.identity
         return {
+            "version": version(),
             "deployment_id": identity.deployment_id,
             "replica_id": identity.replica_id,
             "hf_model_id": identity.hf_model_id,
             "queue": identity.request_queue,
             "state": self.listener.state,
-            "suspended": dict(self.listener.suspended),
+            "suspended": self._suspended(),
             "in_flight": self.listener.in_flight,
             "slots": self._settings.rabbitmq.prefetch,
             "ready": {name: ok for name, (ok, _) in self.ready().items()},
@@ -199,6 +201,11 @@ class Worker:
             "model_checked_at": self.model_health.checked_at,
             "uptime_s": round(self._outside.now() - self._started_at, 1),
         }
+
+    def _suspended(self) -> Mapping[str, str]:
+        """Why messages do not flow, as it is now: a neighbour may be ill for another reason than at first."""
+        now = {health.name: health.reason for health in (self.model_health, self.store_health) if not health.ok}
+        return {reason: now.get(reason, why) for reason, why in self.listener.suspended.items()}
 
     # ------------------------------------------------------------ for operators
 
@@ -222,7 +229,7 @@ class Worker:
     def log_level(self, level: logs.Level) -> None:
         """See `ops_server.Controls`."""
         logs.set_level(level)
-        log.warning("the log level was changed", level=level)
+        log.warning("the log level was changed", to=level)
 
     def toggle_debug(self) -> None:
         """Log everything, or as configured: for a signal."""
@@ -483,6 +490,17 @@ async def run_worker(settings: Settings, outside: Outside, stop: asyncio.Event, 
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
+    log.info(
+        "starting",
+        version=version(),
+        deployment_id=settings.identity.deployment_id,
+        replica_id=settings.identity.replica_id,
+        queue=settings.identity.request_queue,
+        rabbitmq=settings.rabbitmq.address,
+        redis=settings.redis.address,
+        model=without_user(settings.model.url_now()),
+        prefetch=settings.rabbitmq.prefetch,
+    )
     async with worker(settings, outside) as sidecar:
         on_signal(signal.SIGUSR1, sidecar.toggle_pause)
         on_signal(signal.SIGUSR2, sidecar.toggle_debug)

@@ -16,6 +16,7 @@ from inference_worker.config.settings import Settings, describe, warnings
 from inference_worker.config.values import is_off, without_user
 from inference_worker.errors import StoreUnavailable, TransportLost
 from inference_worker.redis_scripts import PROBE, RedisLink, RedisTls
+from inference_worker.results.redis import probe_key
 from inference_worker.rmq_look import Found, look
 from inference_worker.scraping import NotRead, scrape_model
 
@@ -201,7 +202,7 @@ async def _redis(settings: Settings) -> list[Finding]:
     )
     async with link.open():
         try:
-            await link.run(PROBE, [f"infer_claim:probe:{identity.deployment_id}:check"])
+            await link.run(PROBE, [probe_key(identity.deployment_id, "check")])
         except StoreUnavailable as exc:
             return [_failed("Redis", f"{redis.address}: {exc}", _redis_mend(str(exc)))]
         try:

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -104,14 +105,20 @@ def _quiet(environ: Mapping[str, str], *, needs: Needs) -> Settings:
 async def _until_stopped(work: Work) -> int | None:
     """Run with SIGTERM and SIGINT as the request to stop."""
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        _on_signal(number, stop.set)
     return await work(stop)
 
 
 def _on_signal(number: signal.Signals, call: Callable[[], None]) -> None:
-    asyncio.get_running_loop().add_signal_handler(number, call)
+    """Not by the loop's own means, which end with the loop: a second SIGTERM at the very end would kill us."""
+    loop = asyncio.get_running_loop()
+
+    def came(*_: object) -> None:
+        with suppress(RuntimeError):  # The loop is closed: there is nothing left to tell.
+            loop.call_soon_threadsafe(call)
+
+    signal.signal(number, came)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -122,8 +129,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"inference-worker {version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    commands.add_parser("run", help="the worker of one model replica: RabbitMQ in, model, Redis out")
-    dev = commands.add_parser("dev", help="the whole system in this process, with nothing to install")
+    commands.add_parser(
+        "run",
+        help="the worker of one model replica: RabbitMQ in, model, Redis out",
+        description="Takes requests from the queue infer_req.<DEPLOYMENT_ID>, calls the model, stores the answers in "
+        "Redis, until SIGTERM or Ctrl-C. It has no options: environment variables configure it, README.md has the "
+        "table, and `inference-worker check` looks whether they are right. "
+        "Exit code 0: stopped as asked; 2: a variable is missing or wrong; 1: anything else.",
+    )
+    dev = commands.add_parser(
+        "dev",
+        help="the whole system in this process, with nothing to install",
+        description="Queue, result store, model, worker and HTTP intake in one process, until Ctrl-C. RABBITMQ_URL, "
+        "REDIS_URL and MODEL_CONTAINER_URL, each by itself, take the place of what is embedded; with the last the "
+        "options of the mock model have no effect.",
+    )
     dev.add_argument("--samples", type=_count, default=3, metavar="N", help="sample requests to send (default 3)")
     dev.add_argument("--plain", action="store_true", help="plain lines instead of a live view")
     mock = commands.add_parser("mock-model", help="an OpenAI-compatible model server without a model")
@@ -226,6 +246,8 @@ def _wrong_together(args: argparse.Namespace) -> str | None:
                 return f"submit: --{option} goes with --prompt or --payload; in a file each line has its own"
     if one and args.state is not None:
         return "submit: --state goes with a file"
+    if args.url is not None and not re.match(r"https?://[^/]", args.url):
+        return f"submit: --url: {args.url!r} does not begin with http:// or https:// and a host"
     if args.model is not None and args.prompt is None:
         return "submit: --model goes with --prompt; a payload names its own"
     if args.resume is not None and (args.output is not None or args.state is not None):
@@ -283,9 +305,21 @@ def _add_mock_options(command: argparse.ArgumentParser) -> None:
     mock.add_argument(
         "--tokens-per-second", type=_seconds, default=50.0, metavar="N", help="of one answer; 0 = at once (default 50)"
     )
-    mock.add_argument("--max-num-seqs", type=_count, default=8, metavar="N", help="answers at a time (default 8)")
-    mock.add_argument("--max-queued", type=_count, default=None, metavar="N", help="waiting ones before it says 503")
-    mock.add_argument("--fault", type=_fault, default=Fault(), metavar="JSON", help='for example {"status": 500}')
+    mock.add_argument("--max-num-seqs", type=_at_least_1, default=8, metavar="N", help="answers at a time (default 8)")
+    mock.add_argument(
+        "--max-queued",
+        type=_count,
+        default=None,
+        metavar="N",
+        help="waiting ones before it says 503 (default: any number)",
+    )
+    mock.add_argument(
+        "--fault",
+        type=_fault,
+        default=Fault(),
+        metavar="JSON",
+        help=f'what goes wrong, for example {{"status": 500}}; fields: {", ".join(Fault.__struct_fields__)}',
+    )
 
 
 def _mock_config(args: argparse.Namespace) -> MockModelConfig:
@@ -293,28 +327,38 @@ def _mock_config(args: argparse.Namespace) -> MockModelConfig:
         model=args.model,
         latency_s=args.latency,
         tokens_per_second=args.tokens_per_second,
-        max_num_seqs=max(args.max_num_seqs, 1),
+        max_num_seqs=args.max_num_seqs,
         max_queued=args.max_queued,
         fault=args.fault,
     )
 
 
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from exc
+
+
 def _count(text: str) -> int:
-    value = int(text)
+    value = _whole(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is below 0")
     return value
 
 
 def _port(text: str) -> int:
-    value = int(text)
+    value = _whole(text)
     if not 0 <= value <= 65535:
         raise argparse.ArgumentTypeError(f"{text} is no port: 0 to 65535 are")
     return value
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not (math.isfinite(value) and value >= 0):
         raise argparse.ArgumentTypeError(f"{text} is no finite number of 0 or more")
     return value
@@ -328,7 +372,7 @@ def _above_0(text: str) -> float:
 
 
 def _at_least_1(text: str) -> int:
-    value = int(text)
+    value = _whole(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is below 1")
     return value
@@ -349,7 +393,14 @@ def _age(text: str) -> float:
 
 
 def _fault(text: str) -> Fault:
+    fields = f"fields: {', '.join(Fault.__struct_fields__)}"
     try:
-        return msgspec.json.decode(text, type=Fault, strict=True)
+        fault = msgspec.json.decode(text, type=Fault, strict=True)
+        unknown = sorted(msgspec.json.decode(text, type=dict[str, object]).keys() - set(Fault.__struct_fields__))
     except msgspec.MsgspecError as exc:
-        raise argparse.ArgumentTypeError(f"{exc}; fields: {', '.join(Fault.__struct_fields__)}") from exc
+        raise argparse.ArgumentTypeError(f"{exc}; {fields}") from exc
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not known; {fields}")
+    if fault.status is not None and not 200 <= fault.status <= 599:
+        raise argparse.ArgumentTypeError(f"status: {fault.status} is none from 200 to 599")
+    return fault

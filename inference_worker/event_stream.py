@@ -11,12 +11,12 @@ string: a tenth of the work, with the same outcome by construction.
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 
 from inference_worker.errors import BadResponse, ModelCut
-from inference_worker.messages import Usage, usage_of
+from inference_worker.messages import MOST_TOKENS, Usage, json_mended, usage_of
 
 LONGEST_EVENT_BYTES: Final = 4 * 1024 * 1024
 MOST_TEMPLATES: Final = 8
@@ -27,6 +27,8 @@ _HEARD: Final = (b"", b"message", b"error")
 """The types of events that have a say; others (SGLang's `sglext_ids`) are passed over."""
 _NULL: Final = b"null"
 _PROBE: Final = "\x00probe\x00"
+
+T = TypeVar("T")
 
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _objects = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
@@ -117,7 +119,7 @@ class _Asked(msgspec.Struct):
 def choices_asked(payload: bytes) -> int:
     """How many choices a payload asks for: `n` for every prompt."""
     try:
-        asked = msgspec.json.decode(payload, type=_Asked)
+        asked = msgspec.json.decode(json_mended(payload), type=_Asked)
         prompts = _raws(asked.prompt) if bytes(asked.prompt).lstrip().startswith((b'["', b"[[", b"[ ")) else []
     except (msgspec.MsgspecError, RecursionError):
         return 1
@@ -334,13 +336,13 @@ class Reassembly:
             prompt, output = max(u.input_tokens for u in counts), sum(u.output_tokens for u in counts)
             cached = max(u.cached_input_tokens for u in counts)
             return _usage(prompt, output, cached)
-        timings = _anything(self._top.get("timings", b"{}"))
-        if isinstance(timings, dict) and isinstance(timings.get("predicted_n"), int):
-            cached, fresh = (v if isinstance(v := timings.get(n), int) else 0 for n in ("cache_n", "prompt_n"))
-            return _usage(cached + fresh, timings["predicted_n"], cached)
+        timings = _known(self._top.get("timings"), _Timings)
+        if timings is not None and timings.predicted_n is not None:
+            cached = timings.cache_n or 0
+            return _usage(cached + (timings.prompt_n or 0), timings.predicted_n, cached)
         ids = [c.fields["token_ids"] for c in self._choices.values() if isinstance(c.fields.get("token_ids"), list)]
-        prompt_ids = _anything(self._top.get("prompt_token_ids", b"[]"))
-        return _usage(len(prompt_ids) if isinstance(prompt_ids, list) else 0, sum(map(len, ids)), 0)
+        prompt_ids = _known(self._top.get("prompt_token_ids"), list[msgspec.Raw]) or []
+        return _usage(len(prompt_ids), sum(map(len, ids)), 0)
 
     def _compact(self) -> None:
         for choice in self._choices.values():
@@ -352,6 +354,7 @@ class Reassembly:
         """Read an event in full."""
         if not data.isascii():
             data = data.decode(errors="replace").encode()
+        data = json_mended(data)
         effect = _Effect()
         try:
             self._read_chunk(_object(data), effect)
@@ -512,6 +515,25 @@ class Reassembly:
 
 def _list(raw: msgspec.Raw | None) -> list[dict[str, msgspec.Raw]]:
     return [] if raw is None or bytes(raw) == _NULL else _objects(raw)
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
+
+
+class _Timings(msgspec.Struct):
+    """llama.cpp's."""
+
+    predicted_n: _Count | None = None
+    prompt_n: _Count | None = None
+    cache_n: _Count | None = None
+
+
+def _known(raw: bytes | None, kind: type[T]) -> T | None:
+    """What the stream said in passing, where it can be read: the answer does not depend on it."""
+    try:
+        return msgspec.json.decode(raw or _NULL, type=kind | None)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
 
 
 def _usage(prompt: int, output: int, cached: int) -> Usage | None:

@@ -482,7 +482,7 @@ class Listener:
 
     def _enter(self, state: LinkState) -> None:
         if state != self.state:
-            log.info(state, reasons=self.suspended if state == "suspended" else None)
+            log.info(state, **({"reasons": dict(self.suspended)} if state == "suspended" else {}))
         self.state = state
         self._metrics.link(state)
 

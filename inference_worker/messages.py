@@ -7,7 +7,7 @@ change. Nothing here knows of a broker, a store or a model.
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -22,6 +22,9 @@ CLOCK_SKEW_S: Final = 60.0
 
 LONGEST_TIMEOUT_S: Final = 30 * 86_400.0
 LONGEST_REQUEST_ID_BYTES: Final = 512
+MOST_TOKENS: Final = 2**53
+"""A larger count is none: no answer has so many, and no receiver of ours could be sure of reading it."""
+
 _HALF_CHARACTER: Final = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 )
@@ -239,9 +242,7 @@ def answer_of(body: bytes) -> tuple[bool, Usage | None]:
     try:
         body.decode()
         usage = _usage_decoder.decode(body).usage
-    except msgspec.ValidationError:  # JSON of another shape.
-        return whole_json(body), None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return whole_json(body), usage_of(body)
     return True, _counted(usage)
 
@@ -252,7 +253,7 @@ def whole_json(body: bytes) -> bool:
         body.decode()
         msgspec.json.decode(body, type=msgspec.Raw)
     except (msgspec.DecodeError, RecursionError):
-        mended = _mended(body)
+        mended = json_mended(body)
         return mended != body and whole_json(mended)
     except UnicodeDecodeError:
         return False
@@ -261,11 +262,35 @@ def whole_json(body: bytes) -> bool:
 
 def usage_of(result: bytes) -> Usage | None:
     """The tokens that an OpenAI-shaped answer says it used, or None where it says none."""
+    whole = json_mended(result)
     try:
-        usage = msgspec.json.decode(_mended(result), type=_WithUsage).usage
+        return _counted(msgspec.json.decode(whole, type=_WithUsage).usage)
+    except msgspec.ValidationError:
+        return _counted(_odd_usage(whole))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
-    return _counted(usage)
+
+
+def _odd_usage(result: bytes) -> "_Usage | None":
+    """The counts that can be read where something about them is odd: whole numbers written as 12.0, details of none."""
+    try:
+        found = msgspec.json.decode(result, type=dict[str, msgspec.Raw])
+        fields = msgspec.json.decode(found.get("usage", b"null"), type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
+    counts = {name: _count(fields.get(name)) for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    try:
+        details = msgspec.json.decode(fields.get("prompt_tokens_details", b"{}"), type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, RecursionError):
+        details = {}
+    return _Usage(**counts, prompt_tokens_details=_TokenDetails(cached_tokens=_count(details.get("cached_tokens"))))
+
+
+def _count(raw: msgspec.Raw | None) -> int | None:
+    value = _decoded(raw)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return int(value) if value <= MOST_TOKENS and value == int(value) else None
 
 
 def _counted(usage: "_Usage | None") -> Usage | None:
@@ -286,7 +311,7 @@ def error_text(body: bytes, reason: str) -> str:
     `error.message`, else `message`, else `detail`, else the first 1,000 characters of the body, else the reason phrase.
     """
     try:
-        said = msgspec.json.decode(_mended(body))
+        said = msgspec.json.decode(json_mended(body))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         said = None
     if isinstance(said, dict):
@@ -307,14 +332,17 @@ class _Stored(msgspec.Struct):
     error_code: str | None = None
 
 
+_Tokens = Annotated[int, msgspec.Meta(le=MOST_TOKENS)]
+
+
 class _TokenDetails(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: _Tokens | None = None
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    total_tokens: int | None = None
+    prompt_tokens: _Tokens | None = None
+    completion_tokens: _Tokens | None = None
+    total_tokens: _Tokens | None = None
     prompt_tokens_details: _TokenDetails | None = None
 
 
@@ -388,12 +416,12 @@ def _object(body: bytes, what: str, request_id: str | None) -> dict[str, msgspec
     except msgspec.ValidationError as exc:
         raise MalformedRequest(f"{what} must be a JSON object: {exc}", request_id) from exc
     except (msgspec.DecodeError, RecursionError) as exc:
-        if (mended := _mended(body)) != body:
+        if (mended := json_mended(body)) != body:
             return _object(mended, what, request_id)
         raise MalformedRequest(f"{what} must be JSON: {exc}", request_id) from exc
 
 
-def _mended(body: bytes) -> bytes:
+def json_mended(body: bytes) -> bytes:
     """The same text with escapes of half a character in the place of a whole one: legal JSON that our parser refuses.
 
     Browsers write them when a string is cut in the middle of an emoji. The length stays, and so does every other byte.
@@ -402,14 +430,14 @@ def _mended(body: bytes) -> bytes:
 
 
 def _id_was_mended(request_id: str, body: bytes) -> bool:
-    return "\ufffd" in request_id and _mended(body) != body
+    return "\ufffd" in request_id and json_mended(body) != body
 
 
 def _as_it_came(part: bytes, body: bytes) -> bytes:
     """A slice of a text that had to be mended, as it was before."""
     if part in body:
         return part
-    start = _mended(body).find(part)
+    start = json_mended(body).find(part)
     return body[start : start + len(part)]
 
 

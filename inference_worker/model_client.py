@@ -171,7 +171,7 @@ class HttpModelClient:
             raise ModelCut("the connection was closed after the headers of an answer without a length")
         return Answer(
             status_code=response.status,
-            reason=response.reason or "",
+            reason=_readable(response.reason or ""),
             body=b"".join(chunks),
             ttft_s=_seconds(response.headers.get(self._ttft_header)),
             tbt_s=_seconds(response.headers.get(self._tbt_header)),
@@ -196,7 +196,7 @@ class HttpModelClient:
         whole = answer.finish()
         return Answer(
             status_code=response.status,
-            reason=response.reason or "",
+            reason=_readable(response.reason or ""),
             body=whole.body,
             ttft_s=whole.first_token_at - begun_at if whole.first_token_at is not None else None,
             tbt_s=whole.tbt_s,
@@ -292,6 +292,11 @@ def _failure(exc: Exception, call: _Call) -> ModelFailure:
     if isinstance(exc, aiohttp.ClientResponseError):
         return ModelCut(f"the answer is no HTTP: {exc.message}")
     return ModelGone(f"the connection was closed before any answer: {exc}")
+
+
+def _readable(text: str) -> str:
+    """What an HTTP head says, fit to be stored: bytes that are not UTF-8 come as half characters, which are no text."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _visible(text: str) -> bool:

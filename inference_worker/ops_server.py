@@ -5,6 +5,7 @@
 
 import errno
 import hmac
+import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -59,7 +60,7 @@ class OpsServer:
         """Listen inside the context; hands up the port.
 
         Raises:
-            OSError: nothing can listen there; the text names WORKER_HTTP_PORT.
+            OSError: nothing can listen there; the text names the variable.
         """
         runner = web.AppRunner(self.app, access_log=None, handle_signals=False, shutdown_timeout=CLOSE_S)
         await runner.setup()
@@ -68,7 +69,8 @@ class OpsServer:
                 await web.TCPSite(runner, host, port).start()
             except OSError as exc:
                 why = "it is in use; choose another, or 0 for none" if exc.errno == errno.EADDRINUSE else str(exc)
-                raise OSError(f"WORKER_HTTP_PORT: cannot listen on {host or '*'}:{port}: {why}") from exc
+                variable = "WORKER_HTTP_HOST" if isinstance(exc, socket.gaierror) else "WORKER_HTTP_PORT"
+                raise OSError(f"{variable}: cannot listen on {host or '*'}:{port}: {why}") from exc
             yield runner.addresses[0][1]
         finally:
             await runner.cleanup()

@@ -338,14 +338,16 @@ class Health:
         self.looked = asyncio.Event()
         """Set after each look; who waits for one clears it first."""
         self._watchers: list[Callable[[bool, str], None]] = []
+        self._reported = False
 
     def watch(self, told: Callable[[bool, str], None]) -> None:
-        """Have `told` called with each change of verdict."""
+        """Have `told` called with the first verdict, whatever it is, and with each change of it."""
         self._watchers.append(told)
 
     def report(self, ok: bool, reason: str = "", *, checked_at: float | None = None) -> None:
         """Note what was seen."""
-        changed = ok != self.ok
+        changed = ok != self.ok or not self._reported
+        self._reported = True
         self.ok, self.reason = ok, reason
         if checked_at is not None:
             self.checked_at = checked_at

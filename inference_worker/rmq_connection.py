@@ -16,11 +16,19 @@ import aio_pika
 from aio_pika.exceptions import ChannelNotFoundEntity, ChannelPreconditionFailed, DeliveryError, PublishError
 from aiormq.abc import AbstractChannel as RawChannel
 from aiormq.connection import TCPTransportFactory, TLSTransportFactory, TransportFactory
-from aiormq.exceptions import ChannelAccessRefused, ChannelLockedResource, ProbableAuthenticationError
+from aiormq.exceptions import (
+    ChannelAccessRefused,
+    ChannelLockedResource,
+    InvalidFrameError,
+    ProbableAuthenticationError,
+)
 from pamqp.commands import Basic
 from yarl import URL
 
+from inference_worker import rmq_values
 from inference_worker.errors import TransportLost
+
+rmq_values.install()
 
 CONNECT_S: Final = 15.0
 CALL_S: Final = 10.0
@@ -148,6 +156,9 @@ def _translation(what: str, exc: Exception) -> Exception:
     match exc:
         case ProbableAuthenticationError():
             return TransportLost(f"{what}: the broker refused the credentials")
+        case InvalidFrameError() if "Connection.OpenOk" in str(exc):
+            # The driver keeps nothing of the broker's own words, and names an object by its address: new each time.
+            return TransportLost(f"{what}: the broker does not open the vhost: it is not there, or not for this user")
         case PublishError():
             return Unroutable(f"{what}: no queue took it")
         case DeliveryError():
@@ -260,24 +271,11 @@ def copied(properties: Basic.Properties) -> Basic.Properties:
     )
     if kept.headers is not None:
         kept.headers = {
-            name: _writable(value)
+            name: value
             for name, value in kept.headers.items()
             if name not in BROKER_HEADERS and not name.startswith(BROKER_HEADER_PREFIXES)
         }
     return kept
-
-
-def _writable(value: Any) -> Any:
-    """A header as the driver can write it: a string that is no UTF-8 it reads as bytes, which it will not write."""
-    match value:
-        case bytes():
-            return bytearray(value)
-        case dict():
-            return {name: _writable(part) for name, part in value.items()}
-        case list():
-            return [_writable(part) for part in value]
-        case _:
-            return value
 
 
 def reason_text(exc: BaseException | None) -> str:

@@ -24,6 +24,7 @@ from inference_worker.rmq_connection import (
     opened,
     translated,
 )
+from inference_worker.rmq_values import text_of
 
 RETRY_HEADER: Final = "x-retry-count"
 OUR_HEADERS: Final = frozenset({"x-dead-reason", "x-dead-attempts", "x-dead-status", "x-dead-queue"})
@@ -75,7 +76,7 @@ class Letter:
 
     @property
     def message_id(self) -> str | None:
-        return self.properties.message_id
+        return text_of(self.properties.message_id)
 
 
 class DeadLetters:

@@ -47,6 +47,7 @@ from inference_worker.rmq_connection import (
     reason_text,
     translated,
 )
+from inference_worker.rmq_values import text_of
 from inference_worker.settling import bury, release, store_reply
 from inference_worker.timing import ended, first_of
 
@@ -357,12 +358,12 @@ class RabbitTransport:
                 body=message.body,
                 attempts=self._attempts(headers),
                 queue=self._topology.queue,
-                message_id=properties.message_id,
+                message_id=text_of(properties.message_id),
                 redelivered=bool(message.redelivered),
                 receipt=_Receipt(tag, properties),
                 lost=self.lost,
                 headers=headers,
-                correlation_id=properties.correlation_id,
+                correlation_id=text_of(properties.correlation_id),
             )
         )
         self._something.set()

@@ -53,8 +53,15 @@ def result_key(request_id: str) -> str:
 def claim_key(request_id: str) -> str:
     """Where the claim lies: in the result's slot of a Cluster, whether or not the id has a hash tag of its own."""
     if "{" in request_id and re.search(r"\{[^}]+\}", request_id):
-        return f"infer_claim:{request_id}"
+        # A colon more, or the claim of an id that reads like another's key would be the other's.
+        colon = ":" if request_id.lstrip(":").startswith("{infer_resp:") else ""
+        return f"infer_claim:{colon}{request_id}"
     return f"infer_claim:{{{result_key(request_id)}}}"
+
+
+def probe_key(deployment_id: str, asker: str) -> str:
+    """What is written to know whether scripts may write; without an opening brace, so that it is no request's claim."""
+    return f"infer_claim:probe:{deployment_id}:{asker}".replace("{", "(")
 
 
 class RedisStore:
@@ -73,7 +80,7 @@ class RedisStore:
         self._link = link
         self._notifications = notifications
         self._outbox = f"infer_usage:{deployment_id}"
-        self._probe = f"infer_claim:probe:{deployment_id}:{replica_id}"
+        self._probe = probe_key(deployment_id, replica_id)
         self._lease_ms = round(lease_s * 1000)
         self._ttl_s = max(round(ttl_s), 1)
 
@@ -193,6 +200,8 @@ class RedisOutbox:
         self._refused = f"infer_usage_refused:{deployment_id}"
         self._consumer = replica_id
         self._has_group = False
+        self._own_after: str | None = "0"
+        """From where what this replica took before it was started anew is read again; None once there is no more."""
 
     async def take(self, limit: int) -> Sequence[OutboxEntry]:
         """See `ports.Outbox`."""
@@ -202,6 +211,8 @@ class RedisOutbox:
                 "XAUTOCLAIM", self._stream, BILLING_GROUP, self._consumer, LEFT_LYING_MS, "0-0", "COUNT", limit
             )
             entries = _entries(left[1])
+            if self._own_after is not None and len(entries) < limit:
+                entries += await self._own(limit - len(entries), {entry.entry_id for entry in entries})
             if len(entries) < limit:
                 new = await self._link.do(
                     "XREADGROUP", "GROUP", BILLING_GROUP, self._consumer, "COUNT", limit - len(entries),
@@ -214,6 +225,17 @@ class RedisOutbox:
                 return []
             raise
         return entries
+
+    async def _own(self, limit: int, seen: set[str]) -> list[OutboxEntry]:
+        """Entries that this replica had taken when it died: they need not wait for their minute."""
+        own = await self._link.do(
+            "XREADGROUP", "GROUP", BILLING_GROUP, self._consumer, "COUNT", limit,
+            "STREAMS", self._stream, self._own_after or "0",
+        )  # fmt: skip
+        rows = _only_stream(own)
+        # Over once it is not full: what is taken from now on would be found again, too.
+        self._own_after = rows[-1][0].decode() if len(rows) == limit else None
+        return [entry for entry in _entries(rows) if entry.entry_id not in seen]
 
     async def sent(self, entries: Sequence[OutboxEntry]) -> None:
         """See `ports.Outbox`."""

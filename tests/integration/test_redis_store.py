@@ -194,3 +194,17 @@ async def test_a_foreign_result_counts_as_what_it_looks_like(harness: RedisStore
 
     assert getattr(await harness.store.renew("a", A), "reply").status == "completed"  # noqa: B009 - a union
     assert getattr(await harness.store.renew("b", A), "reply").status_code == 418  # noqa: B009 - a union
+
+
+async def test_a_replica_that_is_started_anew_sends_at_once_what_it_had_taken(harness: RedisStoreHarness) -> None:
+    """Its events need not wait for the minute after which they are anybody's."""
+    for name in ("a", "b", "c"):
+        await harness.store.write(reply(name), name.encode(), A)
+    taken = await harness.outbox.take(2)
+    again = RedisOutbox(harness.link, deployment_id="d", replica_id="r")
+
+    assert [entry.event for entry in await again.take(1)] == [b"a"]
+    assert [entry.event for entry in await again.take(10)] == [b"b", b"c"]
+    assert list(await again.take(10)) == []
+    await again.sent(taken)
+    assert await again.size() == 1

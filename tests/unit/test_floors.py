@@ -20,7 +20,7 @@ FLOORS = (
     "breaker",
     "config.values",  # F3
     "ports config.settings",
-    "redis_scripts settling metrics_buffer metrics logs tracing",  # F4a
+    "redis_scripts rmq_values settling metrics_buffer metrics logs tracing",  # F4a
     "rmq_connection",
     "rmq_listener rmq_producer rmq_dead_letters transports.* results.* model_client billing.* scraping mock_model",
     "rmq_look client_ways otlp",

@@ -103,7 +103,7 @@ async def test_a_model_is_unhealthy_until_its_first_good_answer() -> None:
         assert watched.health.reason == "HTTP 404"
         await asyncio.sleep(2)
 
-    assert watched.changes == [(40.0, True)]
+    assert watched.changes == [(0, False), (40, True)]
     assert watched.health.checked_at == 1040.0
 
 
@@ -184,7 +184,7 @@ async def test_a_time_out_does_not_make_an_unhealthy_model_healthy() -> None:
     async with checking(server, watched.health):
         await asyncio.sleep(50)
 
-    assert watched.changes == []
+    assert watched.changes == [(5, False)]
     assert not watched.health.ok
 
 
@@ -263,7 +263,7 @@ async def test_no_exception_ends_the_checking() -> None:
     async with checking(server, watched.health):
         await asyncio.sleep(41)
 
-    assert watched.changes == [(20, True), (30, False), (40, True)]
+    assert watched.changes == [(0, False), (20, True), (30, False), (40, True)]
 
 
 async def test_a_watcher_that_fails_does_not_end_the_checking() -> None:
@@ -354,7 +354,7 @@ class TestWhoTheModelIs:
             await asyncio.sleep(30)
 
         assert server.asked_who_at == [10]
-        assert watched.changes == [(12, True)]
+        assert watched.changes == [(0, False), (12, True)]
 
     async def test_a_model_that_does_not_say_holds_nothing_up_for_more_than_5_s(self) -> None:
         server, watched = FakeModelServer(), Watched()

@@ -447,6 +447,20 @@ async def test_a_model_that_is_gone_stops_the_flow_before_the_copy_is_published(
     assert result["status"] == "completed"
 
 
+async def test_a_store_that_was_never_there_is_told_once_and_with_its_reason(site: Site) -> None:
+    """A wrong REDIS_URL: without it a worker would wait in silence, for a store that was "not asked yet"."""
+    worker = Worker(site, FakeModel())
+    worker.store.away = "connection refused"
+    with capture_logs() as lines:
+        async with running(worker):
+            await state(worker, "suspended")
+            await asyncio.sleep(10.0)
+            assert worker.listener.suspended["store"] == "connection refused"
+
+    warned = [line["reason"] for line in lines if line["log_level"] == "warning"]
+    assert warned == ["connection refused"]
+
+
 async def test_a_store_that_goes_away_is_seen_by_an_idle_worker(site: Site) -> None:
     """So that a message is not passed round all replicas in an outage."""
     worker = Worker(site, FakeModel())

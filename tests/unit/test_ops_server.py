@@ -1,6 +1,7 @@
 """The ops port: contract, sections 2 and 6. Over loopback, as the web framework is most of it."""
 
 import asyncio
+import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -136,6 +137,17 @@ async def test_an_address_in_use_is_told_by_the_name_of_its_variable() -> None:
         with pytest.raises(OSError, match=f"WORKER_HTTP_PORT: cannot listen on 127.0.0.1:{port}: it is in use"):
             async with Worker().server().serving("127.0.0.1", port):
                 pass
+
+
+async def test_a_host_that_is_not_there_is_told_by_the_name_of_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(self: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr("aiohttp.web.TCPSite.start", start)
+
+    with pytest.raises(OSError, match=r"WORKER_HTTP_HOST: cannot listen on nowhere:9090: .*Name or service not known"):
+        async with Worker().server().serving("nowhere", 9090):
+            pass
 
 
 async def test_another_trouble_with_the_address_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

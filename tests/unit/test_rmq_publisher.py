@@ -145,5 +145,5 @@ def test_a_header_that_is_no_utf8_can_be_copied() -> None:
 
     kept = copied(odd)
 
-    assert kept.headers == {"k": bytearray(b"\xff"), "t": {"a": [bytearray(b"\xfe"), "s", 1]}}
-    assert kept.marshal()
+    assert kept.headers == odd.headers
+    assert b"\x01kS\x00\x00\x00\x01\xff" in kept.marshal()
