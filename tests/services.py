@@ -354,7 +354,7 @@ class Docker:
     def rabbit(self) -> Rabbit:
         container, host, port = self._container(self._rabbit_image, 5672)
         container.with_env("RABBITMQ_DEFAULT_USER", "guest").with_env("RABBITMQ_DEFAULT_PASS", "guest")
-        server = Rabbit(host, port, Container(container), ctl=["rabbitmqctl"])
+        server = Rabbit(host, port, Container(container), ctl=["rabbitmqctl", "-q"])
         self._open.callback(server.close)
         server.start()
         return server

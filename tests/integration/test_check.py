@@ -201,7 +201,7 @@ async def test_a_running_deployment_is_not_disturbed(running_worker: RunningWork
     assert ended.of("request queue")[0] == "ok"
     assert ended.of("model identity")[:2] == ("warning", "serves tiny, and HF_MODEL_ID is other")
     await w.publish(request_body("r-2"))
-    await w.stored("r-2")
+    await w.disposed("ack", "ack")
     seen = await w.seen()
     assert (seen.dispositions, seen.queued, seen.dead) == (["ack", "ack"], [], [])
 
