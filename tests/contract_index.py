@@ -99,10 +99,31 @@ COMMANDS: Final = (
         "integration/test_configuration.py::test_a_port_in_use_ends_the_process_with_1_and_says_so",
         "integration/test_dev.py::test_a_port_that_was_named_and_is_taken_ends_it_with_one_line",
     ),
-    later("`check` validates the configuration, reaches every neighbour, prints a table; exit 0, 1 or 2", "check"),
-    later("`submit` sends one request or a JSONL file, waits for the results, results as JSONL", "submit"),
-    later("`dlq list / show / replay / purge` works with the dead letters", "dlq"),
-    later("`submit` and `dlq` reach a `dev` or a gateway by `--url`, otherwise the broker and Redis", "submit"),
+    proved(
+        "`check` validates the configuration, reaches every neighbour, prints a table; exit 0, 1 or 2",
+        "integration/test_check.py::test_where_all_is_reached_it_says_what_was_seen",
+        "integration/test_check.py::test_a_table_is_what_people_get",
+        "integration/test_check.py::test_nothing_is_reached",
+        "integration/test_check.py::test_every_wrong_variable_is_exit_code_2_with_a_line_of_its_own",
+    ),
+    proved(
+        "`submit` sends one request or a JSONL file, waits for the results, progress bar, results as JSONL",
+        "integration/test_submit.py::test_one_prompt_is_answered_on_stdout",
+        "integration/test_submit.py::test_a_file_of_all_kinds_of_lines_is_answered_in_its_order",
+        "integration/test_submit.py::test_on_a_terminal_there_is_a_bar_with_rate_and_time_left",
+    ),
+    proved(
+        "`dlq list, show, replay, purge`: why, when, how often tried; replay one, some, all",
+        "integration/test_dlq.py::test_the_list_says_why_when_how_often_and_with_which_status",
+        "integration/test_dlq.py::test_one_letter_is_shown_whole",
+        "integration/test_dlq.py::test_a_replayed_letter_is_run_as_new",
+        "integration/test_dlq.py::test_a_purge_removes_what_was_chosen_and_nothing_else",
+    ),
+    proved(
+        "`submit` reaches a `dev` by `--url`, otherwise the broker and Redis (`dlq --url` comes with the gateway)",
+        "integration/test_submit.py::test_over_http_it_is_the_same",
+        "integration/test_submit.py::test_dev_is_reached_by_its_url",
+    ),
     later("`gateway`: HTTP intake", "gateway"),
     later("`scaler`: the scale signal", "scaler"),
     later("`process`: many queues, gates, pools, tiers", "process"),
@@ -382,7 +403,10 @@ RABBITMQ: Final = (
         "One that comes back unroutable is published again after the topology has been declared anew",
         "integration/test_rabbitmq_rules.py::test_an_unroutable_copy_is_published_again_after_declaring_anew",
     ),
-    later("… and of replays is left out what the broker wrote", "dlq"),
+    proved(
+        "… and of replays is left out what the broker wrote",
+        "integration/test_dlq.py::test_a_copy_has_the_properties_of_its_letter_less_what_the_broker_wrote",
+    ),
 )
 
 RESULTS: Final = (
@@ -656,8 +680,17 @@ OUTCOMES: Final = (
         "integration/test_redis_faults.py::test_an_emptied_store_costs_at_most_a_repeat",
         "integration/test_redis_store.py::test_a_redis_that_was_emptied_hangs_nobody",
     ),
-    later("`dlq replay` removes the *failed* result, puts a confirmed copy back, takes the dead letter away", "dlq"),
-    later("`check` warns where `REDIS_RESPONSE_TTL_S` is shorter than the time-outs in use", "check"),
+    proved(
+        "`dlq replay` removes the *failed* result, puts a confirmed copy back, takes the dead letter away",
+        "integration/test_dlq.py::test_a_replayed_letter_is_run_as_new",
+        "integration/test_dlq.py::test_a_completed_request_is_not_replayed",
+        "integration/test_dlq.py::test_a_cut_at_any_step_of_a_replay_loses_nothing_and_it_can_be_repeated",
+        "integration/test_dlq.py::test_kills_at_random_moments_of_a_replay_lose_nothing",
+    ),
+    proved(
+        "`check` warns where `REDIS_RESPONSE_TTL_S` is shorter than the time-outs in use",
+        "integration/test_check.py::test_what_is_allowed_and_not_meant_is_a_warning",
+    ),
 )
 
 HEALTH: Final = (
