@@ -21,9 +21,7 @@ from inference_worker.disposition import (
     CopyRefused,
     DeliveryLost,
     Disposition,
-    DispositionName,
     Failed,
-    Interrupted,
     Known,
     Malformed,
     Nack,
@@ -37,10 +35,10 @@ from inference_worker.disposition import (
 )
 from inference_worker.errors import StoreUnavailable, TransportLost
 from inference_worker.message_processor import Job, MessageProcessor
-from inference_worker.messages import Reply, Timings
 from inference_worker.metrics import Suspension, WorkerMetrics
-from inference_worker.metrics_buffer import MetricsBuffer, RequestRecord
+from inference_worker.metrics_buffer import MetricsBuffer
 from inference_worker.ports import Connect, Delivery, Health, LinkState, ResultStore, Tracer, Transport
+from inference_worker.request_notes import Notes, id_of
 from inference_worker.timing import ByteBudget, ended, first_of, quietly, stopped_within
 from inference_worker.tracing import PASSING_ON
 
@@ -96,7 +94,7 @@ class Listener:
         self._policy = policy
         self.breaker = breaker
         self._metrics = metrics
-        self._buffer = buffer
+        self._notes = Notes(metrics, buffer, now)
         self._budget = budget
         self._now = now
         self._rng = rng
@@ -114,7 +112,6 @@ class Listener:
         self._kept = 0
         self._received = 0
         self._told_at = 0.0
-        self._log = log
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -151,7 +148,6 @@ class Listener:
     async def run(self, stop: asyncio.Event) -> None:
         """Listen until told to stop, and return once everything in hand is settled or given back."""
         over = asyncio.Event()
-        self._log = log.bind()  # Once: what a log line costs is mostly finding its logger.
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch_store(over), name="store watch")
             group.create_task(self._processor.renew_leases(over), name="leases")
@@ -304,7 +300,7 @@ class Listener:
         except Exception as exc:
             # A fault of ours. The claim is not released: it counts as a crash, so that a message that provokes it
             # every time ends as poison instead of going round for ever.
-            log.exception("a message could not be handled; it goes back", request_id=_id_of(job), **job.span.ids)
+            log.exception("a message could not be handled; it goes back", request_id=id_of(job), **job.span.ids)
             job.span.failed(exc)
             await first_of(delivery.lost, within_s=STORE_LOOK_S)
             await transport.settle(delivery, Nack())
@@ -326,10 +322,10 @@ class Listener:
                 self._budget.release(job, held_bytes)
             match settlement:
                 case Settled(how=how):
-                    self._note(job, outcome, how, asyncio.get_running_loop().time() - begun)
+                    self._notes.settled(job, outcome, how, asyncio.get_running_loop().time() - begun)
                     return
                 case DeliveryLost(stored=stored):
-                    self._note_lost(job, outcome, stored=stored)
+                    self._notes.lost(job, outcome, stored=stored)
                     return
                 case Busy(left_s=left_s):
                     # Our failure does not count: another worker rightly runs the request. Wait for it as on arrival.
@@ -402,7 +398,7 @@ class Listener:
             return settlement, NotStored()
         reply, event = outcome.reply, outcome.usage_event if isinstance(outcome, Concluded) else None
         if isinstance(settlement, Settled):
-            self._note(job, NotStored(), settlement.how, 0.0)
+            self._notes.settled(job, NotStored(), settlement.how, 0.0)
         self._kept += 1
         self._metrics.kept_results.set(self._kept)
         self.suspend_consuming("kept", "answers wait for the store")
@@ -478,78 +474,11 @@ class Listener:
         if self._jobs:
             await asyncio.wait(self._jobs, timeout=AFTER_GRACE_S)
 
-    # ------------------------------------------------------------ notes
-
     def _enter(self, state: LinkState) -> None:
         if state != self.state:
             log.info(state, **({"reasons": dict(self.suspended)} if state == "suspended" else {}))
         self.state = state
         self._metrics.link(state)
-
-    def _note(self, job: Job, outcome: Outcome, how: DispositionName, settle_s: float) -> None:
-        """The canonical line, the record for the metric server, and the counters of one settled message."""
-        reply = _reply_of(outcome, how)
-        timings = reply.timings if reply is not None else Timings()
-        usage = outcome.usage if isinstance(outcome, Concluded) else None
-        self._metrics.settled(how, settle_s=settle_s)
-        if reply is not None and how != "retry":
-            self._metrics.result(reply, usage)
-        if isinstance(outcome, Concluded | Failed):
-            self._metrics.timed(outcome.reply.timings)
-        if isinstance(outcome, Failed) and how == "retry":
-            self._metrics.retried(outcome.fault)
-        if isinstance(outcome, Answered):
-            self._metrics.answered_from_store()
-        finished_at = self._now()
-        status_code = reply.status_code if reply is not None else _status_of(outcome)
-        request_id = _id_of(job) or (reply.request_id if reply is not None else None)
-        self._buffer.add(
-            RequestRecord(
-                request_id=request_id,
-                status_code=status_code,
-                status=reply.status if reply is not None else None,
-                disposition=how,
-                attempt=job.delivery.attempts,
-                received_at=job.request.received_at if job.request is not None else None,
-                finished_at=finished_at,
-                queue_s=timings.queue_s,
-                model_s=timings.model_s,
-                ttft_s=timings.ttft_s,
-                tbt_s=timings.tbt_s,
-                prompt_tokens=usage.input_tokens if usage is not None else None,
-                completion_tokens=usage.output_tokens if usage is not None else None,
-                total_tokens=usage.total_tokens if usage is not None else None,
-            )
-        )
-        self._log.info(
-            "request",
-            request_id=request_id,
-            disposition=how,
-            attempt=job.delivery.attempts,
-            status_code=status_code,
-            error_code=reply.error_code if reply is not None else None,
-            outcome=type(outcome).__name__,
-            why=_why(outcome),
-            queue_s=_rounded(timings.queue_s),
-            model_s=_rounded(timings.model_s),
-            settle_s=_rounded(settle_s),
-            **job.span.ids,
-        )
-        job.span.settled(outcome, how, request_id=request_id)
-
-    def _note_lost(self, job: Job, outcome: Outcome, *, stored: bool) -> None:
-        """A message that the broker has back, or will have; what was stored for it stays."""
-        if stored and isinstance(outcome, Concluded):
-            self._metrics.result(outcome.reply, outcome.usage)
-            self._metrics.timed(outcome.reply.timings)
-        log.info(
-            "the delivery was lost; the broker delivers it again",
-            request_id=_id_of(job),
-            attempt=job.delivery.attempts,
-            stored=stored,
-            **job.span.ids,
-        )
-        job.span.settled(outcome, "lost", request_id=_id_of(job))
 
 
 def _without_retries(outcome: Outcome, reason: str) -> Outcome:
@@ -559,43 +488,6 @@ def _without_retries(outcome: Outcome, reason: str) -> Outcome:
     return Concluded(reply=reply, hold=outcome.hold)
 
 
-def _reply_of(outcome: Outcome, how: DispositionName) -> Reply | None:
-    """The reply that was stored with a settlement."""
-    match outcome:
-        case Concluded(reply=reply):
-            return reply if how in ("ack", "dead_letter") else None
-        case Failed(reply=reply):
-            return reply if how == "dead_letter" else None
-        case Malformed(reply=answer):
-            return answer if how == "dead_letter" else None
-        case _:
-            return None
-
-
-def _status_of(outcome: Outcome) -> int | None:
-    return outcome.reply.status_code if isinstance(outcome, Answered) else None
-
-
-def _why(outcome: Outcome) -> str | None:
-    match outcome:
-        case Failed(fault=fault, detail=detail):
-            return f"{fault.value}: {detail}"[:300]
-        case Malformed(reason=reason) | Interrupted(reason=reason):
-            return reason[:300]
-        case Concluded(reply=reply):
-            return reply.error[:300] if reply.error is not None and reply.error_code != "model_error" else None
-        case _:
-            return None
-
-
 def _size_of(outcome: Outcome) -> int:
     """How many bytes of an answer wait to be stored: as it came, inside the result, and inside the command for it."""
     return 3 * len(outcome.reply.result or b"") if isinstance(outcome, Concluded) else 0
-
-
-def _id_of(job: Job) -> str | None:
-    return job.request.request_id if job.request is not None else None
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 4)

@@ -5,6 +5,7 @@ Not here: what is logged. Bodies, prompts and credentials never are.
 
 import json
 import logging
+import sys
 from contextlib import suppress
 from typing import Literal, TextIO
 
@@ -26,17 +27,19 @@ SILENT_DRIVERS = ("aiormq.connection", "aio_pika.exchange", "aiohttp.access")
 class _Lines:
     """Where rendered lines go. A full disk or a closed pipe must not stop the work that is logged."""
 
-    def __init__(self, stream: TextIO, name: str | None = None) -> None:
+    def __init__(self, name: str | None = None) -> None:
         self.name = name
-        self._stream = stream
 
     def msg(self, line: str) -> None:
         with suppress(OSError, ValueError):
-            self._stream.write(line + "\n")
-            self._stream.flush()
+            _stream.write(line + "\n")
+            _stream.flush()
 
     debug = info = warning = error = critical = exception = msg
 
+
+_stream: TextIO = sys.stderr
+"""Where to, at this time: a logger that was bound before the stream was changed follows it."""
 
 _least_number = logging.INFO
 """The level in force, as the standard library's number: read with each line, since it may change while running."""
@@ -48,6 +51,8 @@ def configure(level: Level, fmt: Literal["json", "console"], stream: TextIO) -> 
     Our own lines are rendered and written at once; only the drivers' records take the way through the standard library,
     which costs three times as much.
     """
+    global _stream
+    _stream = stream
     stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
     finish: list[Processor] = (
         [structlog.processors.format_exc_info, _order, structlog.processors.JSONRenderer(serializer=_json)]
@@ -63,7 +68,7 @@ def configure(level: Level, fmt: Literal["json", "console"], stream: TextIO) -> 
     ]
     structlog.configure(
         processors=[*begin, *finish],
-        logger_factory=lambda *names: _Lines(stream, *names),
+        logger_factory=_Lines,
         wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET),
         # A cached logger would keep what was configured at the time of its first line, in tests above all.
         cache_logger_on_first_use=False,

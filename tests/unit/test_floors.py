@@ -25,6 +25,7 @@ FLOORS = (
     "rmq_listener rmq_producer rmq_dead_letters transports.* results.* model_client billing.* scraping mock_model",
     "rmq_look client_ways otlp",
     "message_processor health_checker metrics_reporter ops_server gateway.* client dlq check",  # F5
+    "request_notes",
     "listener submit_lines submit_state submit_progress",  # F6
     "submit_run",
     "submit dlq_command check_command",
