@@ -53,7 +53,7 @@ inside --entrypoint sh "$image" -c '
   [ -z "$found" ] || bad "installs things: $found"
   found=$(find / -xdev \( -path /proc -o -path /sys \) -prune -o -type f -perm /6000 -print 2>/dev/null)
   [ -z "$found" ] || bad "setuid or setgid: $found"
-  found=$(find /opt /home /root /src /tmp /app /run -xdev \( -name "*.pem" -o -name "*.key" -o -name "id_*" -o -name ".env*" \
+  found=$(find /opt /home /root /src /tmp /app /run -xdev \( -name "*.pem" -o -name "*.key" -o -name "id_rsa*" -o -name "id_ed25519*" -o -name "id_ecdsa*" -o -name "id_dsa*" -o -name ".env*" \
     -o -name ".git" -o -name ".netrc" -o -name "pip.conf" -o -name ".cache" -o -name "*secret*" \) 2>/dev/null |
     grep -vE "/site-packages/(certifi/cacert.pem$|pydantic_settings/)" || true)
   [ -z "$found" ] || bad "does not belong here: $found"

@@ -115,6 +115,8 @@ class Listener:
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._until_try: asyncio.TimerHandle | None = None
+        """The breaker's pause that is running."""
         self._grace_over = asyncio.Event()
         for reason, why in (("model", "not asked yet"), ("store", "not asked yet")):
             self.suspend_consuming(reason, why)  # type: ignore[arg-type]  # They are two of the literals.
@@ -158,6 +160,7 @@ class Listener:
             finally:
                 await ended(serving)
                 await self._end_jobs()
+                self._end_pause()
                 self._enter("stopped")
                 over.set()
 
@@ -244,7 +247,7 @@ class Listener:
             ):
                 self._changed.clear()
                 await first_of(stop, transport.lost, self._changed, within_s=WATCHDOG_S)
-                busy = self._received != received or self.in_flight >= self._limit
+                busy = self._received != received or self.in_flight >= limit
                 idle_looks, received = 0 if busy else idle_looks + 1, self._received
                 if idle_looks and not self._changed.is_set() and not stop.is_set():
                     backlog = await transport.backlog()
@@ -341,11 +344,19 @@ class Listener:
             why = f"{self.breaker.failures} calls in a row failed although the model says that it is healthy"
             log.warning("the model fails everything; consuming pauses", pause_s=pause_s, reason=why)
             self.suspend_consuming("breaker", why)
-            asyncio.get_running_loop().call_later(pause_s, self._try_model)
+            self._end_pause()
+            self._until_try = asyncio.get_running_loop().call_later(pause_s, self._try_model)
         elif state != "closed" and self.breaker.state == "closed":
             log.info("the model does its work again")
+            self._end_pause()
             self.resume_consuming("breaker")
             self._changed.set()
+
+    def _end_pause(self) -> None:
+        """Forget the running pause: its end must not cut a later one short."""
+        if self._until_try is not None:
+            self._until_try.cancel()
+            self._until_try = None
 
     def _try_model(self) -> None:
         self.breaker.try_again()

@@ -187,6 +187,7 @@ class MessageProcessor:
             outcome = await self._claim_and_call(job, request)
             if isinstance(outcome, RunningElsewhere):
                 self._give_slot(job)
+                self._let_other_suspects_run(job)
                 if (early := await self._wait_for_runner(job, outcome)) is not None:
                     return early
             elif outcome is not None:
@@ -205,8 +206,7 @@ class MessageProcessor:
     def forget(self, job: Job) -> None:
         """The job is settled, or given up: free what it holds."""
         self._give_slot(job)
-        if self._suspect is job:
-            self._suspect = None
+        self._let_other_suspects_run(job)
         if job.registered and job.request is not None:
             del self._jobs[job.request.request_id]
             job.registered = False
@@ -306,6 +306,11 @@ class MessageProcessor:
             self._suspect = job
         return self._suspect is job
 
+    def _let_other_suspects_run(self, job: Job) -> None:
+        """The job is over, or waits for another worker that runs its request."""
+        if self._suspect is job:
+            self._suspect = None
+
     async def _call(self, job: Job, request: InferenceRequest, hold: Hold) -> Outcome | None:
         """Call the model. None: the claim was lost meanwhile, and there is no answer."""
         if self._grace_over:
@@ -315,9 +320,11 @@ class MessageProcessor:
         timeout_s = min(self._infer_timeout_s, left_s)
         if timeout_s <= 0:
             return Concluded(reply=self._failure(job, 408, "expired", EXPIRED), hold=hold)
+        loop = asyncio.get_running_loop()
+        asked_at = loop.time()
         with job.span.calling(request) as call:
             answer = await self._answer(job, request, timeout_s, call.headers)
-            model_s = self._now() - begun
+            model_s = loop.time() - asked_at  # The wall clock may be set meanwhile.
             queue_s = max(begun - request.received_at, 0.0)
             timings = Timings(queue_s=queue_s, model_s=model_s)
             outcome = self._judge(job, request, answer, hold, timings) if isinstance(answer, Answer) else None

@@ -10,6 +10,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -133,7 +134,8 @@ def opened_input(path: str) -> Iterator[BinaryIO]:
         ConfigurationError: it cannot.
     """
     with _opened(path, "the input", "rb") as source:
-        if not source.seekable():
+        # A device may be seekable and never end, and a read of it would not hear of a stop.
+        if not (source.seekable() and stat.S_ISREG(os.fstat(source.fileno()).st_mode)):
             raise ConfigurationError((f"{path}: can be read only once; give it by stdin, with '-'",))
         yield source
 

@@ -133,3 +133,42 @@ async def test_a_model_that_fails_everything_is_left_alone_then_tried_with_one_r
         await eventually(all_answered, within=60, what="all answers", every=0.1)
         assert most_at_once == 4
         assert worker.listener.suspended == {}
+
+
+async def test_a_try_that_takes_long_is_not_taken_for_a_dead_consumer() -> None:
+    """With ready messages behind it, the connection was given up and opened again, every minute."""
+    site = Site()
+    model = FakeModel(takes_s=0.1)
+    model.failures = [ModelSlow("no answer")] * 5
+    worker = Worker(site, model, slots=4, max_retries=9, breaker_failures=4)
+    await site.publish(*[body(f"r-{n}") for n in range(12)])
+    async with running(worker):
+        await eventually(lambda: "breaker" in worker.listener.suspended, within=10, what="the pause", every=0.01)
+        await asyncio.sleep(1)
+        model.takes_s = 110.0
+        await asyncio.sleep(100)
+        assert worker.listener.breaker.state == "trying"
+        assert len(worker.connects) == 1
+
+
+async def test_the_end_of_a_pause_that_was_cut_short_does_not_cut_the_next_one() -> None:
+    site = Site()
+    model = FakeModel(takes_s=1.0)
+    worker = Worker(site, model, slots=4, breaker_failures=2, first_delay_s=20)
+    loop, listener = asyncio.get_running_loop(), worker.listener
+
+    async def fails(*names: str) -> None:
+        model.takes_s, model.failures = 0.1, [ModelSlow("no answer")] * len(names)
+        await site.publish(*[body(name) for name in names])
+        await eventually(lambda: "breaker" in listener.suspended, within=10, what="the pause", every=0.01)
+
+    await site.publish(body("old"))
+    async with running(worker):
+        await eventually(lambda: model.calls, within=10, what="the call that ends the pause", every=0.01)
+        await fails("a", "b")
+        await eventually(lambda: listener.breaker.state == "closed", within=3, what="its success", every=0.01)
+        await asyncio.sleep(2)
+        await fails("c", "d")
+        begun = loop.time()
+        await eventually(lambda: listener.breaker.state == "trying", within=10, what="the try", every=0.01)
+        assert loop.time() - begun > FIRST_PAUSE_S - 0.1

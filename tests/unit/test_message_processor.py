@@ -942,3 +942,40 @@ async def test_the_lease_goes_on_being_renewed_until_the_job_is_forgotten(site: 
     assert isinstance(await site.store.claim("a", 0, OTHER, FAR), Claimed)
     over.set()
     await renewing
+
+
+async def test_a_suspect_that_waits_for_another_worker_lets_the_other_suspects_run(site: Site) -> None:
+    """They waited with it, although none of them ran here: 10 minutes, then they were handed back."""
+    model = FakeModel(takes_s=100.0)
+    worker = Worker(site, model)
+    for name in ("a", "b"):
+        await site.store.claim(name, 0, Token(f"died-{name}"), FAR)
+    await asyncio.sleep(site.lease_s + 1)
+    first, second = worker.job(body("a")), worker.job(body("b"))
+    tasks: list[asyncio.Task[object]] = [asyncio.create_task(worker.processor.process(first))]
+    await asyncio.sleep(site.lease_s + 1)  # Nobody renews: its claim lapses, and another worker takes it over.
+    tasks.append(await hold_elsewhere(site, for_s=100.0))
+    await asyncio.sleep(0)
+    first.end_call(ClaimLost())
+    await asyncio.sleep(5)
+    tasks.append(asyncio.create_task(worker.processor.process(second)))
+    await asyncio.sleep(5)
+
+    assert model.calls == ["a", "b"]
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+async def test_a_clock_that_is_set_back_while_the_model_works_makes_no_negative_duration(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is billed, and a histogram's sum would go down."""
+    worker = Worker(site, FakeModel(takes_s=2.0))
+    job = worker.job(body())
+    at(1.0, lambda: monkeypatch.setattr(worker.processor, "_now", lambda: EPOCH - 3600.0))
+
+    outcome = await processed(worker, job)
+
+    assert isinstance(outcome, Concluded)
+    assert outcome.reply.timings.model_s == 2.0

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from inference_worker.client import Result
+from inference_worker.errors import ConfigurationError
 from inference_worker.messages import ENDPOINTS, Timings
 from inference_worker.submit_lines import BadLine, Checked, Line, check, output_line, read_line, read_lines
+from inference_worker.submit_state import opened_input
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -166,3 +168,9 @@ def test_a_batch_line_is_answered_in_openai_s_shape() -> None:
     assert refused["response"]["status_code"] == 429
     assert refused["response"]["body"]["error"]["message"] == "busy"
     assert (late["response"], late["error"]) == (None, {"code": "expired", "message": "late"})
+
+
+def test_a_device_is_no_input() -> None:
+    """The one line of /dev/zero never ends: not even a signal ended the command."""
+    with pytest.raises(ConfigurationError, match="by stdin"), opened_input("/dev/zero"):
+        pass
