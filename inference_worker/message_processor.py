@@ -94,6 +94,8 @@ class Job:
     """The job's own task, while it calls the model."""
     ended_call_because: AlreadyAnswered | ClaimLost | Interrupted | None = None
     has_slot: bool = False
+    suspect: bool = False
+    """Whether a worker has died while running this request."""
     registered: bool = False
     waits_until: float | None = None
     """Loop time at which a waiting message is handed back."""
@@ -153,6 +155,7 @@ class MessageProcessor:
         """By request id: what runs here, or is about to."""
         self._suspect: Job | None = None
         """The one request that runs here although a worker died while running it."""
+        self._suspect_freed = asyncio.Event()
         self._stopping = asyncio.Event()
         self._grace_over = False
 
@@ -182,6 +185,8 @@ class MessageProcessor:
             if self._now() >= request.deadline:
                 hold = Hold(request.request_id, self._new_token())
                 return Concluded(reply=self._failure(job, 408, "expired", EXPIRED), hold=hold)
+            if (early := await self._stand_back(job)) is not None:
+                return early
             if (early := await self._take_slot(job)) is not None:
                 return early
             outcome = await self._claim_and_call(job, request)
@@ -276,9 +281,10 @@ class MessageProcessor:
                 if starts > self._max_crashes:
                     text = f"its workers died {starts - 1} times while running it"
                     return Concluded(reply=self._failure(job, 500, "poison", text), hold=hold)
-                if starts > 1 and not self._may_run_suspect(job):
+                job.suspect = starts > 1
+                if job.suspect and not self._may_run_suspect(job):
                     await release(self._store, hold)
-                    return RunningElsewhere(left_s=LOOK_S)
+                    return RunningElsewhere(left_s=0.0)
             case _:
                 assert_never(claim)
         job.hold = hold
@@ -310,6 +316,16 @@ class MessageProcessor:
         """The job is over, or waits for another worker that runs its request."""
         if self._suspect is job:
             self._suspect = None
+            self._suspect_freed.set()
+
+    async def _stand_back(self, job: Job) -> Outcome | None:
+        """A known suspect waits for its turn without a claim: one that was lost in between would count as a crash."""
+        while job.suspect and not self._may_run_suspect(job):
+            self._suspect_freed.clear()
+            await first_of(self._suspect_freed, job.delivery.lost, self._stopping, within_s=self._wait_left_s(job))
+            if (early := self._may_not_wait(job)) is not None:
+                return early
+        return None
 
     async def _call(self, job: Job, request: InferenceRequest, hold: Hold) -> Outcome | None:
         """Call the model. None: the claim was lost meanwhile, and there is no answer."""

@@ -995,3 +995,4 @@ async def test_requests_whose_runner_died_run_one_at_a_time_beside_the_others(si
 
     assert worker.model.calls.count("b") == 1
     assert worker.model.most_at_once == 2
+    assert worker.store.count("claim") <= 4, "one that waits for its turn does not claim again and again"
