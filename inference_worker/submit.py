@@ -148,15 +148,39 @@ def _new_state(
 # ---------------------------------------------------------------- one
 
 
+def _made_output(name: str | None) -> Path | None:
+    """The file for the answer, made and empty; None where the answer is printed."""
+    if name is None or name == STDOUT:
+        return None
+    path = Path(name)
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError as exc:
+        raise ConfigurationError((f"--output: {name} exists; name another file, or remove it",)) from exc
+    except OSError as exc:
+        problem = f"--output: {name} cannot be made: {exc.strerror}; accepted: a new file where one can be made"
+        raise ConfigurationError((problem,)) from exc
+    return path
+
+
+def _forget_empty(output: Path) -> None:
+    with contextlib.suppress(OSError):
+        if output.stat().st_size == 0:
+            output.unlink()
+
+
 async def _submit_one(settings: Settings, options: SubmitOptions, stop: asyncio.Event) -> int:
     endpoints = _endpoints(settings)
     if options.endpoint is not None and options.endpoint not in endpoints:
         raise ConfigurationError((f"--endpoint: {options.endpoint!r}; accepted: {', '.join(endpoints)}",))
-    if options.output not in (None, STDOUT) and await asyncio.to_thread(Path(str(options.output)).exists):
-        raise ConfigurationError((f"--output: {options.output} exists; name another file, or remove it",))
     line = Line(index=0, payload=_payload(settings, options, endpoints[0]))
+    # Before anything is sent: an answer that nobody can read would have been paid for all the same.
+    output = await asyncio.to_thread(_made_output, options.output)
     request_id = options.request_id or (None if options.url is not None else secrets.token_hex(16))
-    async with client_of(settings, options.url) as client:
+    async with contextlib.AsyncExitStack() as stack:
+        if output is not None:
+            stack.callback(_forget_empty, output)
+        client = await stack.enter_async_context(client_of(settings, options.url))
 
         async def answer() -> Result:
             job = await client.submit(
@@ -184,11 +208,11 @@ async def _submit_one(settings: Settings, options: SubmitOptions, stop: asyncio.
             told.cancel()
             await asyncio.wait([asked, told])
     printed = output_line(line, result)
-    if options.output in (None, STDOUT):
+    if output is None:
         sys.stdout.buffer.write(printed)
         sys.stdout.buffer.flush()
     else:
-        await asyncio.to_thread(Path(str(options.output)).write_bytes, printed)
+        await asyncio.to_thread(output.write_bytes, printed)
     return 0 if result.completed else 1
 
 

@@ -211,6 +211,22 @@ async def test_an_output_that_exists_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == "precious"
 
 
+async def test_an_output_that_cannot_be_made_is_found_before_anything_is_sent(
+    running_worker: RunningWorker, tmp_path: Path
+) -> None:
+    w = await running_worker()
+    nowhere, answer = tmp_path / "nope" / "x", tmp_path / "answer.jsonl"
+
+    refused = await submit(client_env(w.env), "--prompt", "hello", "--model", "tiny", "--output", str(nowhere))
+    unread = await submit(client_env(w.env), "--payload", "{", "--output", str(answer))
+    written = await submit(client_env(w.env), "--prompt", "hello", "--model", "tiny", "--output", str(answer))
+
+    assert (refused.code, unread.code, written.code) == (2, 2, 0)
+    assert f"--output: {nowhere} cannot be made" in refused.err
+    assert len(w.at.model.requests) == 1
+    assert [line["status"] for line in read(answer)] == ["completed"]
+
+
 async def test_over_http_it_is_the_same(running_worker: RunningWorker, tmp_path: Path) -> None:
     w = await running_worker(RABBITMQ_PREFETCH="8")
     given = jsonl(tmp_path / "in.jsonl", *(chat(str(number)) for number in range(20)))
