@@ -70,7 +70,8 @@ class WorkerMetrics:
     def __init__(self) -> None:
         # Else there is one more series for each counter and histogram: when it was made.
         disable_created_metrics()  # type: ignore[no-untyped-call] # it has no annotations.
-        registry = self.registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
+        registry = self.registry
 
         def counter(name: str, help_text: str, *labels: str) -> Counter:
             return Counter(name, help_text, labels, namespace=PREFIX, registry=registry)
