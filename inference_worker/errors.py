@@ -47,7 +47,11 @@ class TransportLost(InferenceWorkerError):
 
 
 class QueueFull(InferenceWorkerError):
-    """The queue takes no more messages for now."""
+    """The queue takes no more messages for now; `waiting` is how many wait, where that is known."""
+
+    def __init__(self, reason: str, waiting: int | None = None) -> None:
+        super().__init__(reason)
+        self.waiting = waiting
 
 
 class StoreUnavailable(InferenceWorkerError):

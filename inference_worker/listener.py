@@ -39,6 +39,7 @@ from inference_worker.metrics import Suspension, WorkerMetrics
 from inference_worker.metrics_buffer import MetricsBuffer
 from inference_worker.ports import Connect, Delivery, Health, LinkState, ResultStore, Tracer, Transport
 from inference_worker.request_notes import Notes, id_of
+from inference_worker.throughput import Throughput
 from inference_worker.timing import ByteBudget, ended, first_of, quietly, stopped_within
 from inference_worker.tracing import PASSING_ON
 
@@ -103,6 +104,7 @@ class Listener:
         self._store_patience_s = store_patience_s
         self._tracer = tracer
         self.state: LinkState = "connecting"
+        self.throughput = Throughput()
         self.link_reason = "not connected yet"
         """Why there is no session; empty while there is one."""
         self.suspended: dict[Suspension, str] = {}
@@ -143,6 +145,11 @@ class Listener:
         return len(self._jobs)
 
     @property
+    def calls(self) -> int:
+        """Those of them that call the model."""
+        return self._processor.calls
+
+    @property
     def transport(self) -> Transport | None:
         """The open session, if there is one."""
         return self._transport if self._transport is not None and not self._transport.lost.is_set() else None
@@ -153,6 +160,7 @@ class Listener:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch_store(over), name="store watch")
             group.create_task(self._processor.renew_leases(over), name="leases")
+            group.create_task(self._processor.heed_cancellations(over), name="cancellations")
             serving = asyncio.create_task(self._serve(stop), name="sessions")
             try:
                 await self._told_to_stop(stop, serving)
@@ -312,6 +320,7 @@ class Listener:
             job.span.end()
 
     async def _process_and_settle(self, transport: Transport, job: Job) -> None:
+        received = asyncio.get_running_loop().time()
         while True:
             outcome = await self._processor.process(job)
             self._judge_model(outcome)
@@ -325,7 +334,10 @@ class Listener:
                 self._budget.release(job, held_bytes)
             match settlement:
                 case Settled(how=how):
-                    self._notes.settled(job, outcome, how, asyncio.get_running_loop().time() - begun)
+                    at = asyncio.get_running_loop().time()
+                    self._notes.settled(job, outcome, how, at - begun)
+                    if isinstance(outcome, Concluded | Failed) and outcome.reply.timings.model_s is not None:
+                        self.throughput.finished(at, at - received)
                     return
                 case DeliveryLost(stored=stored):
                     self._notes.lost(job, outcome, stored=stored)

@@ -149,7 +149,7 @@ class MessageProcessor:
         self._lease_s = lease_s
         self._max_crashes = max_crashes
         self._store_patience_s = store_patience_s
-        self._free_slots = slots
+        self._slots = self._free_slots = slots
         self._slot_freed = asyncio.Event()
         self._jobs: dict[str, Job] = {}
         """By request id: what runs here, or is about to."""
@@ -160,6 +160,11 @@ class MessageProcessor:
         self._grace_over = False
 
     # ------------------------------------------------------------ for the listener
+
+    @property
+    def calls(self) -> int:
+        """Requests that have a slot: they call the model, or are about to."""
+        return self._slots - self._free_slots
 
     async def process(self, job: Job) -> Outcome:
         """Bring a delivery to an outcome. Ends early once the delivery is lost before its call, or on `stop`."""
@@ -223,6 +228,25 @@ class MessageProcessor:
             held = [(job, job.hold) for job in self._jobs.values() if job.hold is not None]
             if held:
                 await asyncio.gather(*(self._renew_quietly(job, hold) for job, hold in held))
+
+    async def heed_cancellations(self, until: asyncio.Event) -> None:
+        """Look at once after a request that is said to be cancelled, where it runs here; a renewal would tell later."""
+        looking: set[str] = set()
+        async with asyncio.TaskGroup() as group:
+
+            async def look(job: Job, hold: Hold) -> None:
+                try:
+                    await self._renew_quietly(job, hold)
+                finally:
+                    looking.discard(hold.request_id)
+
+            def told(request_id: str) -> None:
+                job = self._jobs.get(request_id)
+                if job is not None and job.hold is not None and request_id not in looking:
+                    looking.add(request_id)
+                    group.create_task(look(job, job.hold))
+
+            await self._store.cancellations(until, told)
 
     # ------------------------------------------------------------ the steps
 
@@ -345,6 +369,8 @@ class MessageProcessor:
             timings = Timings(queue_s=queue_s, model_s=model_s)
             outcome = self._judge(job, request, answer, hold, timings) if isinstance(answer, Answer) else None
             call.ended(answer, outcome)
+        # The call is what a slot is for: storing its answer need not keep the next one from the model.
+        self._give_slot(job)
         if outcome is not None:
             return outcome
         assert not isinstance(answer, Answer)

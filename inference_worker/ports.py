@@ -46,6 +46,10 @@ class Backlog:
     """Retries that wait for their time; None where the transport cannot tell."""
     in_flight: int | None = None
     """Messages that somebody holds; None where the transport cannot tell."""
+    oldest_s: float | None = None
+    """How long the oldest message that nobody holds has waited; None where there is none or it cannot be told."""
+    how: str = ""
+    """How this was found out, where there are several ways: one word for people."""
 
 
 class Transport(Protocol):
@@ -144,6 +148,16 @@ class Stored:
     """The reply is the request's terminal result."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What is known of a request that has no result."""
+
+    running: bool
+    """Somebody's lease on it is alive."""
+    attempts: int = 0
+    """How many attempts lie behind it for sure."""
+
+
 Claim = Claimed | AlreadyAnswered | BelowFloor | RunningElsewhere
 Renewal = Renewed | AlreadyAnswered | ClaimLost
 Write = Stored | AlreadyAnswered | RunningElsewhere
@@ -171,6 +185,12 @@ class ResultStore(Protocol):
     async def cancel(self, reply: Reply) -> Write:
         """Store a failed reply whoever runs the request: what a caller's cancelling is."""
 
+    async def cancellations(self, until: asyncio.Event, told: Callable[[str], None]) -> None:
+        """Until told to stop: have `told` called with the id of each request that `cancel` was called for.
+
+        A hint that makes it quick, and may be missed or unfounded: whoever runs a request asks by `renew`. Never fails.
+        """
+
     async def bury(self, request_id: str, note: bytes) -> None:
         """Note why a message was dead-lettered, for 30 days."""
 
@@ -180,8 +200,8 @@ class ResultStore(Protocol):
     async def wait(self, request_id: str, within_s: float) -> bytes | None:
         """The stored result, waiting for it for up to `within_s` seconds."""
 
-    async def running(self, request_id: str) -> bool:
-        """Whether somebody's lease on the request is alive."""
+    async def progress(self, request_id: str) -> Progress:
+        """How far a request without a result has come."""
 
     async def probe(self) -> None:
         """Find out whether the store takes writes."""
@@ -210,6 +230,54 @@ class Outbox(Protocol):
     async def size(self) -> int:
         """How many entries wait."""
 
+
+# ---------------------------------------------------------------- the fleet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """What one worker says of itself, every few seconds; plain data, stored as JSON."""
+
+    replica_id: str
+    at: float
+    """Unix seconds."""
+    slots: int
+    in_flight: int
+    consuming: bool
+    """It takes work now; one that idles because fewer replicas are wanted, or whose model is ill, does not."""
+    fit: bool
+    """It would take work if it were wanted: its model and its store are well, and it is not stopping."""
+    service_s: float | None
+    """Mean seconds for which a request has lately held a slot; None before the first one."""
+    done_per_s: float
+    """Requests finished a second, over the last minute."""
+    model: str
+
+
+class Fleet(Protocol):
+    """The workers of one queue, as they see themselves, and how many of them are wanted. Raises `StoreUnavailable`.
+
+    A worker that has not said anything for `FLEET_SILENT_S` counts as gone, and a wish that is not renewed lapses: a
+    dead scaler must not keep workers idle.
+    """
+
+    async def beat(self, beat: Beat) -> int | None:
+        """Say how one is; returns how many replicas are wanted, None where nobody says."""
+
+    async def leave(self, replica_id: str) -> None:
+        """A worker has ended."""
+
+    async def members(self) -> Sequence[Beat]:
+        """Those that were heard of lately."""
+
+    async def desired(self) -> int | None:
+        """How many replicas are wanted; None where nobody says."""
+
+    async def want(self, replicas: int, for_s: float) -> None:
+        """Say how many are wanted, for so many seconds."""
+
+
+FLEET_SILENT_S: Final = 10.0
 
 # ---------------------------------------------------------------- model
 

@@ -60,7 +60,7 @@ def _sha(source: str) -> str:
     return _SHAS[source]
 
 
-_PRELUDE: Final = """
+PRELUDE: Final = """
 local function millis()
   local t = redis.call('TIME')
   return tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
@@ -75,9 +75,10 @@ local function keep_for(key, ms)
   if redis.call('PTTL', key) < ms then redis.call('PEXPIRE', key, ms) end
 end
 """
+"""What the scripts share."""
 
 CLAIM: Final = Script(
-    _PRELUDE
+    PRELUDE
     + """
 -- KEYS result, claim   ARGV attempt, token, lease ms, deadline ms
 local known = answered(KEYS[1])
@@ -95,7 +96,7 @@ return {'CLAIMED', starts}
 )
 
 RENEW: Final = Script(
-    _PRELUDE
+    PRELUDE
     + """
 -- KEYS result, claim   ARGV token, lease ms
 local known = answered(KEYS[1])
@@ -109,29 +110,47 @@ return {'OK'}
 """
 )
 
-FINISH: Final = Script(
-    _PRELUDE
-    + """
--- KEYS result, claim, outbox   ARGV token, reply, ttl s, status, usage event or '', '1' to pass the token check
-local known = answered(KEYS[1])
-if known then return known end
-if ARGV[4] == 'failed' and ARGV[6] ~= '1' then
-  local c = redis.call('HMGET', KEYS[2], 'holder', 'until')
-  local now = millis()
-  if c[1] and c[1] ~= ARGV[1] and tonumber(c[2]) > now then return {'BUSY', tonumber(c[2]) - now} end
+FINISHING: Final = """
+-- Store a terminal result, unless there is one, or a failure may not be stored.
+-- {'STORED'}, {'ANSWERED' …}, {'BUSY', ms}
+local function finish(result, claim, outbox, token, reply, ttl_s, status, event, past_token, job)
+  local known = answered(result)
+  if known then return known end
+  if status == 'failed' and past_token ~= '1' then
+    local c = redis.call('HMGET', claim, 'holder', 'until')
+    local now = millis()
+    if c[1] and c[1] ~= token and tonumber(c[2]) > now then return {'BUSY', tonumber(c[2]) - now} end
+  end
+  -- The event first: where the outbox cannot be written (a user without XADD, a key of another kind), a script is not
+  -- rolled back, and a result without its event would never be billed.
+  if event ~= '' then redis.call('XADD', outbox, '*', 'event', event) end
+  redis.call('SET', result, reply, 'EX', ttl_s)
+  redis.call('DEL', claim)
+  redis.call('PUBLISH', result, status)
+  -- What an intake keeps of its jobs is not ours: where we may not write there, its view is poorer and nothing is lost.
+  if job and job ~= '' and redis.pcall('EXISTS', job) == 1 then
+    redis.pcall('HSET', job, 'ended', status)
+    local due = redis.pcall('HGET', job, 'due')  -- The sorted set of deadlines that the intake has it in.
+    if type(due) == 'string' then redis.pcall('ZREM', due, job) end
+    redis.pcall('EXPIRE', job, tonumber(ttl_s) + 86400)
+  end
+  return {'STORED'}
 end
--- The event first: where the outbox cannot be written (a user without XADD, a key of another kind), a script is not
--- rolled back, and a result without its event would never be billed.
-if ARGV[5] ~= '' then redis.call('XADD', KEYS[3], '*', 'event', ARGV[5]) end
-redis.call('SET', KEYS[1], ARGV[2], 'EX', ARGV[3])
-redis.call('DEL', KEYS[2])
-redis.call('PUBLISH', KEYS[1], ARGV[4])
-return {'STORED'}
+"""
+"""The function behind every script that ends a request; after `PRELUDE`, which has what it calls."""
+
+FINISH: Final = Script(
+    PRELUDE
+    + FINISHING
+    + """
+-- KEYS result, claim, outbox
+-- ARGV token, reply, ttl s, status, usage event or '', '1' to pass the token check, key of the intake's record or ''
+return finish(KEYS[1], KEYS[2], KEYS[3], ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7])
 """
 )
 
 RELEASE: Final = Script(
-    _PRELUDE
+    PRELUDE
     + """
 -- KEYS result, claim   ARGV token, floor or '', lease ms
 if redis.call('EXISTS', KEYS[1]) == 1 then return {'OK'} end
@@ -150,12 +169,12 @@ return {'OK'}
 """
 )
 
-RUNNING: Final = Script(
-    _PRELUDE
+PROGRESS: Final = Script(
+    PRELUDE
     + """
 -- KEYS claim
-local c = redis.call('HMGET', KEYS[1], 'holder', 'until')
-return c[1] and tonumber(c[2]) > millis() and 1 or 0
+local c = redis.call('HMGET', KEYS[1], 'holder', 'until', 'floor')
+return {c[1] and tonumber(c[2]) > millis() and 1 or 0, tonumber(c[3] or '0')}
 """
 )
 
@@ -180,21 +199,40 @@ return redis.call('XDEL', KEYS[1], ARGV[2])
 """
 )
 
+REVIVING: Final = """
+-- What an intake keeps of a job that begins anew: it has not ended, has a new deadline, and is kept until then (Unix
+-- ms). Not ours: where we may not write there, the intake's view is poorer and nothing is lost.
+local function revive(job, deadline, kept_until)
+  if redis.pcall('EXISTS', job) ~= 1 then return end
+  redis.pcall('HDEL', job, 'ended')
+  redis.pcall('HSET', job, 'expires_at', deadline)
+  redis.pcall('PEXPIREAT', job, kept_until)
+  local due = redis.pcall('HGET', job, 'due')
+  if type(due) ~= 'string' then return end
+  redis.pcall('ZADD', due, deadline, job)
+  local left_ms = redis.pcall('PTTL', due)
+  if type(left_ms) == 'number' and millis() + left_ms < kept_until then redis.pcall('PEXPIREAT', due, kept_until) end
+end
+"""
+"""The function behind every script that replays a request."""
+
 REPLAY: Final = Script(
-    _PRELUDE
+    PRELUDE
+    + REVIVING
     + """
--- KEYS result, claim
+-- KEYS result, claim   ARGV key of the intake's record, its new deadline, Unix ms until which that is kept
 local known = answered(KEYS[1])
 if known and #known == 1 then return {'COMPLETED'} end
 local c = redis.call('HMGET', KEYS[2], 'holder', 'until')
 if not known and c[1] and tonumber(c[2]) > millis() then return {'BUSY', tonumber(c[2]) - millis()} end
 redis.call('DEL', KEYS[1], KEYS[2])
+revive(ARGV[1], ARGV[2], tonumber(ARGV[3]))
 return {'CLEARED'}
 """
 )
 """Makes room for a new run of a request: its failed result and its claim go; not while it runs."""
 
-SCRIPTS: Final = (CLAIM, RENEW, FINISH, RELEASE, RUNNING, PROBE, SENT, REFUSED, REPLAY)
+SCRIPTS: Final = (CLAIM, RENEW, FINISH, RELEASE, PROGRESS, PROBE, SENT, REFUSED, REPLAY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,8 @@ class StoreHarness(Protocol):
     store: ResultStore
     short_lived: ResultStore
     """The same store, which keeps results for `ttl_s`."""
+    heeded: ResultStore
+    """The same store, as one sees it who is told of what happens there."""
     outbox: Outbox
     other_outbox: Outbox
     """The same outbox as another replica sees it."""
@@ -367,7 +369,7 @@ class StoreContract:
         await self.claim(harness, A)
         await harness.store.write(reply(), None, A)
 
-        assert not await harness.store.running("a")
+        assert not (await harness.store.progress("a")).running
 
     async def test_a_release_after_the_result_changes_nothing(self, harness: StoreHarness) -> None:
         await harness.short_lived.write(reply(), None, A)
@@ -411,14 +413,27 @@ class StoreContract:
     # ------------------------------------------------------------ looking
 
     async def test_a_request_runs_while_its_lease_lives(self, harness: StoreHarness) -> None:
-        assert not await harness.store.running("a")
+        assert not (await harness.store.progress("a")).running
         await self.claim(harness, A)
-        assert await harness.store.running("a")
+        assert (await harness.store.progress("a")).running
         await harness.store.release("a", A)
-        assert not await harness.store.running("a")
+        assert not (await harness.store.progress("a")).running
         await self.claim(harness, B)
         await self.lapse(harness)
-        assert not await harness.store.running("a")
+        assert not (await harness.store.progress("a")).running
+
+    async def test_the_attempts_behind_a_request_are_told_while_it_runs_and_between_two_runs(
+        self, harness: StoreHarness
+    ) -> None:
+        """How a caller sees that it is being tried again."""
+        await self.claim(harness, A)
+        await harness.store.release("a", A, 1)
+        between = await harness.store.progress("a")
+        await self.claim(harness, B, 1)
+        again = await harness.store.progress("a")
+
+        assert (between.running, between.attempts) == (False, 1)
+        assert (again.running, again.attempts) == (True, 1)
 
     async def test_what_is_stored_is_not_waited_for(self, harness: StoreHarness) -> None:
         await harness.store.write(reply(), None, A)
@@ -438,6 +453,27 @@ class StoreContract:
 
     async def test_nothing_is_read_where_nothing_is(self, harness: StoreHarness) -> None:
         assert await harness.store.read("a") is None
+
+    async def test_a_cancellation_is_told_to_all_who_heed_them(self, harness: StoreHarness) -> None:
+        """A hint, so it may be told more than once; and only a cancellation is one."""
+        until, told, other = asyncio.Event(), asyncio.Event(), list[str]()
+
+        def hear(request_id: str) -> None:
+            if request_id == "a":
+                told.set()
+            other.append(request_id)
+
+        heeding = asyncio.create_task(harness.heeded.cancellations(until, hear))
+        async with asyncio.timeout(10):
+            while not told.is_set():  # Where it goes over a connection, that may not stand yet.
+                await harness.store.cancel(failure("a", error_code="cancelled"))
+                await harness.pass_time(0.05)
+        await harness.store.write(reply("b"), None, A)
+        await harness.pass_time(0.1)
+
+        assert set(other) == {"a"}
+        until.set()
+        await heeding
 
     async def test_a_store_that_takes_writes_says_so(self, harness: StoreHarness) -> None:
         await harness.store.probe()

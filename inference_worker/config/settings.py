@@ -25,12 +25,14 @@ from inference_worker.config.values import (
     HttpPath,
     Identity,
     Lower,
+    Networks,
     PageUrl,
     Password,
     Plain,
     RedisUrl,
     SinkUrl,
     StatusCodes,
+    StreamName,
     Text,
     Token,
     WholeSeconds,
@@ -45,10 +47,19 @@ from inference_worker.config.values import (
     whole_seconds,
     without_user,
 )
+from inference_worker.disposition import RetryPolicy
 from inference_worker.errors import ConfigurationError
 
-Needs = Literal["run", "dev", "client"]
-"""Who asks: `run` and `check`; `dev`, which brings everything; `submit` and `dlq`, which use broker and Redis."""
+Needs = Literal["run", "dev", "client", "gateway", "scaler"]
+"""Who asks: `run` and `check`; `dev`, which brings everything; `submit` and `dlq`, which use broker and Redis; and the
+intake and the scaler, which use those too."""
+
+_NOT_A_REPLICA: Mapping[str, str] = {
+    "USER_ID": "client",
+    "HF_MODEL_ID": "client",
+    "METRIC_SERVER_URL": "off",
+    "CROESUS_HOST": "off",
+}
 
 BROUGHT: Mapping[Needs, Mapping[str, str]] = {
     "run": {},
@@ -60,14 +71,14 @@ BROUGHT: Mapping[Needs, Mapping[str, str]] = {
         "METRIC_SERVER_URL": "off",
         "CROESUS_HOST": "off",
     },
-    "client": {
-        "REPLICA_ID": "client",
-        "USER_ID": "client",
-        "HF_MODEL_ID": "client",
-        "METRIC_SERVER_URL": "off",
-        "CROESUS_HOST": "off",
-    },
+    "client": {**_NOT_A_REPLICA, "REPLICA_ID": "client"},
+    "gateway": {**_NOT_A_REPLICA, "REPLICA_ID": "gateway"},
+    "scaler": {**_NOT_A_REPLICA, "REPLICA_ID": "scaler"},
 }
+STREAMS_DEPLOYMENT = "default"
+"""Names nothing outside a worker where the queue is a stream, so that nobody else need set one."""
+
+STREAMS_RETRY_STATUSES = frozenset({429, 500, 502, 503, 504})
 
 ACKNOWLEDGEMENT_LIMIT_S = 1800
 """RabbitMQ closes a channel whose consumer holds a message longer (`consumer_timeout`)."""
@@ -146,6 +157,14 @@ class RabbitMQSettings(Part):
     max_crashes: int = whole(
         "INFERENCE_MAX_CRASHES", 3, "a request whose worker died this often while running it is dead-lettered", 1, 1000
     )
+    management_url: BaseUrl | None = variable(
+        "RABBITMQ_MANAGEMENT_URL",
+        None,
+        "the management API, which counts what workers hold; asked with the user and password of RABBITMQ_URL unless "
+        "it has its own",
+        "http:// or https://, without a query",
+        file=True,
+    )
     dlx: DeclaredName = variable("INFERENCE_DLX", "infer.dlx", "dead-letter exchange", "up to 255 bytes, not amq.*")
     dlq: DeclaredName = variable("INFERENCE_DLQ", "infer.dlq", "dead-letter queue", "up to 255 bytes, not amq.*")
     dlx_routing_key: AmqpName = variable(
@@ -173,6 +192,34 @@ class RabbitMQSettings(Part):
         if "heartbeat" in parse_qs(query):
             return url
         return f"{url.rstrip('?')}{'&' if query else '?'}heartbeat={self.heartbeat_s}"
+
+
+class StreamsSettings(Part):
+    stream: StreamName = variable(
+        "IWL_STREAM", "inference:jobs", "the stream that requests come from", "up to 512 bytes of text"
+    )
+    group: StreamName = variable("IWL_GROUP", "workers", "its consumer group", "up to 512 bytes of text")
+    dead_letters: StreamName = variable(
+        "IWL_DLQ_STREAM", "inference:dlq", "the stream of dead letters", "up to 512 bytes of text"
+    )
+    claim_idle_ms: int = whole(
+        "IWL_CLAIM_IDLE_MS",
+        30_000,
+        "how long an entry stays its worker's when the worker is silent, in ms; takes the place of CLAIM_LEASE_S",
+        100,
+        3_600_000,
+    )
+    max_attempts: int = whole(
+        "IWL_MAX_ATTEMPTS", 3, "attempts of a request before the dead-letter stream", 1, 1_000_000
+    )
+    concurrency: int = whole("IWL_CONCURRENCY", 1, "in-flight requests of this worker", 1, 65535)
+    retry_delay_s: float = seconds(
+        "IWL_RETRY_DELAY_S",
+        0.0,
+        "first delay before a retry is visible again, doubling, with equal jitter, up to 30 s; 0 = at once",
+        30,
+        least=0,
+    )
 
 
 class RedisSettings(Part):
@@ -233,9 +280,16 @@ class ModelSettings(Part):
     retry_status_codes: StatusCodes = variable(
         "MODEL_RETRY_STATUS_CODES",
         frozenset(),
-        "model statuses treated as temporary, for example 429,503",
-        "statuses from 400 to 599 with commas between them",
+        "model statuses treated as temporary, for example 429,503; unset, they are 429,500,502,503,504 with "
+        "TRANSPORT=redis-streams; off = none",
+        "statuses from 400 to 599 with commas between them, or off",
         shown="",
+    )
+    mode: Annotated[Literal["vllm", "mock"], Lower] = variable(
+        "MODEL_MODE", "vllm", "mock: no model, an echo of the prompt inside the worker", "vllm or mock"
+    )
+    mock_latency_s: float = seconds(
+        "MODEL_MOCK_LATENCY_S", 0.05, "how long each call takes with MODEL_MODE=mock", 3600, least=0
     )
     max_response_bytes: int = whole(
         "MODEL_MAX_RESPONSE_BYTES", 16_777_216, "a larger body is a failed result (502)", 1, 536_870_912
@@ -345,6 +399,67 @@ class OpsSettings(Part):
 class GatewaySettings(Part):
     host: Host = variable("GATEWAY_HOST", "127.0.0.1", "address of the HTTP intake", "a host name or address")
     port: int = whole("GATEWAY_PORT", 8080, "port of the HTTP intake; 0 = any free one", 0, 65535)
+    api_keys_file: Plain | None = variable(
+        "GATEWAY_API_KEYS_FILE",
+        None,
+        "who may use the HTTP intake; without it, it listens on loopback alone",
+        "a JSON file: docs/gateway.md",
+    )
+    max_queue_depth: int = whole(
+        "IWL_MAX_QUEUE_DEPTH", 10_000, "waiting requests at which the HTTP intake says 429; 0 = no limit", 0, 2**31 - 1
+    )
+    wait_s: float = seconds(
+        "GATEWAY_WAIT_S", 120.0, "how long the OpenAI-compatible paths wait for an answer before they say 504", 3600
+    )
+    max_body_bytes: int = whole("GATEWAY_MAX_BODY_BYTES", 16_777_216, "a larger body is refused (413)", 1, 268_435_456)
+    webhook_secret: Token | None = variable(
+        "GATEWAY_WEBHOOK_SECRET",
+        None,
+        "signs webhooks of tenants that have no secret of their own; without any there are no webhooks",
+        "whsec_ and 24 to 64 bytes as base64",
+        secret=True,
+    )
+    webhook_networks: Networks = variable(
+        "GATEWAY_WEBHOOK_NETWORKS",
+        (),
+        "private networks that webhooks may go to all the same",
+        "networks with commas between them, such as 10.0.0.0/8,fd00::/8",
+        shown="",
+    )
+
+
+class CallerSettings(Part):
+    api_key: Token | None = variable(
+        "GATEWAY_API_KEY",
+        None,
+        "what submit and dlq send to a gateway that asks for a key, with --url",
+        "printable ASCII",
+        secret=True,
+    )
+
+    def api_key_now(self) -> str | None:
+        return None if self.api_key is None else self.api_key.now()
+
+
+class ScaleSettings(Part):
+    least: int = whole("SCALE_MIN", 1, "fewest replicas that are ever wanted", 0, 100_000)
+    most: int = whole("SCALE_MAX", 10, "most replicas that are ever wanted", 0, 100_000)
+    per_replica: int = whole(
+        "SCALE_TARGET_PER_REPLICA",
+        0,
+        "requests, waiting and running, that one replica is to have; 0 = as many as it runs at once",
+        0,
+        1_000_000,
+    )
+    down_lag: int = whole(
+        "SCALE_DOWN_LAG", 0, "fewer replicas are wanted only while at most so many requests wait", 0, 2**31 - 1
+    )
+    down_after_s: float = seconds(
+        "SCALE_DOWN_AFTER_S", 30.0, "how long fewer must have been enough before fewer are wanted", least=0
+    )
+    interval_s: float = seconds("SCALE_INTERVAL_S", 2.0, "how often the queue is looked at", 60, least=0.05)
+    host: Host = variable("SCALER_HOST", "127.0.0.1", "address of the scaler's HTTP port", "a host name or address")
+    port: int = whole("SCALER_PORT", 8081, "port of the scaler; 0 = any free one", 0, 65535)
 
 
 class TlsSettings(Part):
@@ -363,6 +478,17 @@ class TlsSettings(Part):
         if self.cert_file is not None:
             # An encrypted key would ask for its password on the terminal.
             context.load_cert_chain(self.cert_file, self.key_file, password="")
+        return context
+
+
+    def public_context(self) -> ssl.SSLContext:
+        """What strangers are reached with: our authorities besides the system's, and no certificate of ours.
+
+        Raises: as `context`.
+        """
+        context = ssl.create_default_context()
+        if self.ca_file is not None:
+            context.load_verify_locations(self.ca_file)
         return context
 
 
@@ -400,8 +526,11 @@ class LogSettings(Part):
 
 
 class TransportSettings(Part):
-    kind: Annotated[Literal["rabbitmq", "memory"], Lower] = variable(
-        "TRANSPORT", "rabbitmq", "where requests come from; memory only in dev", "rabbitmq; in dev also memory"
+    kind: Annotated[Literal["rabbitmq", "redis-streams", "memory"], Lower] = variable(
+        "TRANSPORT",
+        "rabbitmq",
+        "where requests come from; memory only in dev",
+        "rabbitmq or redis-streams; in dev also memory",
     )
 
     @property
@@ -415,6 +544,7 @@ class Settings(Part):
     identity: IdentitySettings
     transport: TransportSettings
     rabbitmq: RabbitMQSettings
+    streams: StreamsSettings
     redis: RedisSettings
     model: ModelSettings
     health: HealthSettings
@@ -422,9 +552,50 @@ class Settings(Part):
     billing: BillingSettings
     ops: OpsSettings
     gateway: GatewaySettings
+    caller: CallerSettings
+    scale: ScaleSettings
     tls: TlsSettings
     traces: TracesSettings
     log: LogSettings
+
+    # What each transport has a variable of its own for.
+
+    @property
+    def over_streams(self) -> bool:
+        return self.transport.kind == "redis-streams"
+
+    @property
+    def queue(self) -> str:
+        """The queue's name, which is also what its fleet and its scale signal go by."""
+        return self.streams.stream if self.over_streams else self.identity.request_queue
+
+    @property
+    def queue_address(self) -> str:
+        """Where the queue is, as it may be logged."""
+        return self.redis.address if self.over_streams else self.rabbitmq.address
+
+    @property
+    def slots(self) -> int:
+        """In-flight requests of this worker."""
+        return self.streams.concurrency if self.over_streams else self.rabbitmq.prefetch
+
+    @property
+    def lease_s(self) -> float:
+        """How long a request stays its runner's when the runner is silent."""
+        return self.streams.claim_idle_ms / 1000 if self.over_streams else self.redis.claim_lease_s
+
+    @property
+    def retry_policy(self) -> RetryPolicy:
+        if self.over_streams:
+            return RetryPolicy(max_retries=self.streams.max_attempts - 1, first_delay_s=self.streams.retry_delay_s)
+        return RetryPolicy(max_retries=self.rabbitmq.max_retries, first_delay_s=self.rabbitmq.retry_delay_s)
+
+    @property
+    def retry_statuses(self) -> frozenset[int]:
+        """Statuses of the model that are tried again."""
+        if self.over_streams and "retry_status_codes" not in self.model.model_fields_set:
+            return STREAMS_RETRY_STATUSES
+        return self.model.retry_status_codes
 
     def vllm_metrics_url_now(self) -> str:
         vllm = self.metrics.vllm_url
@@ -450,6 +621,8 @@ def load(environ: Mapping[str, str], *, needs: Needs = "run") -> Settings:
     """
     problems: dict[str, str] = {}
     values = {**BROUGHT[needs], **_read(environ, problems)}
+    if needs in ("client", "gateway", "scaler") and str(values.get("TRANSPORT", "")).lower() == "redis-streams":
+        values.setdefault("DEPLOYMENT_ID", STREAMS_DEPLOYMENT)
     parts: dict[str, Part] = {}
     for field, part in _parts():
         names = [row.name for row in _variables(part)]
@@ -588,6 +761,12 @@ def _across(parts: Mapping[str, Part], values: Mapping[str, str | Text], needs: 
     match parts:
         case {"transport": TransportSettings(kind="memory")} if needs != "dev":
             yield "TRANSPORT", "'memory' keeps nothing outside this process, and only dev has it"
+    match parts:
+        case {"streams": StreamsSettings(stream=stream, dead_letters=dead)} if stream == dead:
+            yield "IWL_DLQ_STREAM", "is the name of the stream of requests"
+    match parts:
+        case {"scale": ScaleSettings(least=least, most=most)} if least > most:
+            yield "SCALE_MAX", f"{most} is below SCALE_MIN, which is {least}"
     match parts:
         case {"tls": TlsSettings() as tls}:
             yield from _tls_problems(tls)

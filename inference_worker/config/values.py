@@ -257,6 +257,29 @@ def _status_codes(given: object) -> frozenset[int]:
     return frozenset(int(code) for code in codes)
 
 
+def _retry_statuses(given: object) -> frozenset[int]:
+    """None at all for the word `off`, since an empty variable is an unset one."""
+    return frozenset() if is_off(given) else _status_codes(given)
+
+
+def _networks(given: object) -> tuple[str, ...]:
+    if isinstance(given, tuple):
+        return given
+    networks = [network.strip() for network in str(given).split(",")]
+    for network in networks:
+        try:
+            ipaddress.ip_network(network)
+        except ValueError:
+            raise ValueError("has a part that is no network, such as 10.0.0.0/8 or fd00::/8") from None
+    return tuple(networks)
+
+
+def _stream_name(text: str) -> str:
+    if not text or len(_plain(text).encode()) > 512:
+        raise ValueError("is empty, or longer than 512 bytes")
+    return text
+
+
 def _rounded_up(given: object) -> object:
     """Whole seconds where the other side takes no fractions; what is no number is left for the field to refuse."""
     try:
@@ -288,7 +311,9 @@ DeploymentId = Annotated[str, AfterValidator(_deployment_id)]
 Identity = Annotated[str, AfterValidator(_identity)]
 HttpPath = Annotated[str, AfterValidator(_http_path)]
 HeaderName = Annotated[str, AfterValidator(_header_name)]
-StatusCodes = Annotated[frozenset[int], PlainValidator(_status_codes)]
+StatusCodes = Annotated[frozenset[int], PlainValidator(_retry_statuses)]
+Networks = Annotated[tuple[str, ...], PlainValidator(_networks)]
+StreamName = Annotated[str, AfterValidator(_stream_name)]
 WholeSeconds = Annotated[int, BeforeValidator(_rounded_up)]
 Heartbeat = Annotated[int, BeforeValidator(whole_heartbeat)]
 Lower = BeforeValidator(lambda given: str(given).lower())

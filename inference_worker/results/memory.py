@@ -7,11 +7,11 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from inference_worker.disposition import Token
 from inference_worker.errors import StoreUnavailable
-from inference_worker.messages import Reply, encode_reply, known_reply
+from inference_worker.messages import KnownReply, Reply, encode_reply, known_reply
 from inference_worker.ports import (
     AlreadyAnswered,
     BelowFloor,
@@ -19,6 +19,7 @@ from inference_worker.ports import (
     Claimed,
     ClaimLost,
     OutboxEntry,
+    Progress,
     Renewal,
     Renewed,
     RunningElsewhere,
@@ -65,6 +66,12 @@ class MemoryStore:
         self._events = 0
         self.notes: dict[str, bytes] = {}
         self.refused_events: list[tuple[bytes, str]] = []
+        self._heeding: list[Callable[[str], None]] = []
+        """Told of each cancellation."""
+        self.on_end: Callable[[Reply], None] | None = None
+        """Told of each terminal result; an intake's book is."""
+        self.on_replay: Callable[[str, float], None] | None = None
+        """Told of each request that is to begin anew, with its deadline."""
         self.away: str | None = None
         """Why the store cannot be asked; a test sets it, `dev` never does."""
 
@@ -119,7 +126,18 @@ class MemoryStore:
 
     async def cancel(self, reply: Reply) -> Write:
         """See `ports.ResultStore`."""
-        return self._finish(reply, None, Token(""), past_token=True)
+        written = self._finish(reply, None, Token(""), past_token=True)
+        for told in tuple(self._heeding):
+            told(reply.request_id)
+        return written
+
+    async def cancellations(self, until: asyncio.Event, told: Callable[[str], None]) -> None:
+        """See `ports.ResultStore`."""
+        self._heeding.append(told)
+        try:
+            await until.wait()
+        finally:
+            self._heeding.remove(told)
 
     async def bury(self, request_id: str, note: bytes) -> None:
         """See `ports.ResultStore`."""
@@ -151,15 +169,42 @@ class MemoryStore:
             return None
         return await self.read(request_id)
 
-    async def running(self, request_id: str) -> bool:
+    async def progress(self, request_id: str) -> Progress:
         """See `ports.ResultStore`."""
         self._ask()
         lease = self._lease(request_id)
-        return lease is not None and lease.holder is not None and lease.until > self._now()
+        if lease is None:
+            return Progress(running=False)
+        return Progress(running=lease.holder is not None and lease.until > self._now(), attempts=lease.floor)
 
     async def probe(self) -> None:
         """See `ports.ResultStore`."""
         self._ask()
+
+    # ------------------------------------------------------------ what replays of dead letters ask
+
+    async def known(self, request_id: str) -> KnownReply | None:
+        """What is stored; None where nothing is."""
+        answered = self._known(request_id)
+        return None if answered is None else answered.reply
+
+    async def dead_note(self, request_id: str) -> bytes | None:
+        """What `bury` has noted."""
+        self._ask()
+        return self.notes.get(request_id)
+
+    async def make_room(self, request_id: str, deadline: float) -> Literal["completed", "running"] | None:
+        """Forget a failed result and the claim, so that the request can run anew; None where that was done."""
+        known, lease = self._known(request_id), self._lease(request_id)
+        if known is not None and known.reply.status == "completed":
+            return "completed"
+        if known is None and lease is not None and lease.holder is not None and lease.until > self._now():
+            return "running"
+        self._forget(request_id)
+        self._leases.pop(request_id, None)
+        if self.on_replay is not None:
+            self.on_replay(request_id, deadline)
+        return None
 
     # ------------------------------------------------------------ Outbox
 
@@ -227,6 +272,8 @@ class MemoryStore:
         self._leases.pop(reply.request_id, None)
         if (told := self._told.pop(reply.request_id, None)) is not None:
             told.set()
+        if self.on_end is not None:
+            self.on_end(reply)
         while len(self._results) > MOST_RESULTS or (self._held_bytes > MOST_BYTES and len(self._results) > 1):
             self._forget(next(iter(self._results)))
         self._sweep(now)

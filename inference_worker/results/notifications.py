@@ -1,18 +1,20 @@
 """Tells of results as they are stored: one subscription for all who wait, and a slow look behind it.
 
 What is published is a hint and nothing else: whoever is told reads the result from the store. So a notification that
-was lost only delays, until the next look, and an unfounded one costs a read.
+was lost only delays, until the next look, and an unfounded one costs a read. The same subscription hears of
+cancellations, behind which there is no look: a worker finds out at its next renewal.
 """
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final
 
 import structlog
 from redis.asyncio.connection import AbstractConnection
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
 from inference_worker.errors import StoreUnavailable
 from inference_worker.redis_scripts import ANSWER_S, RedisLink, RedisTls, connect, reason_of
@@ -58,6 +60,12 @@ class Notifications:
         self._ping_s = ping_s
         self._waiting: dict[str, set[asyncio.Event]] = {}
         """By key, which is the channel's name too."""
+        self._told: dict[str, set[Callable[[str], None]]] = {}
+        """By channel: who is told of everything that is said there."""
+        self._asked: deque[str] = deque()
+        """Such channels whose subscription is asked for and not answered."""
+        self._refused: set[str] = set()
+        """Such channels that we may not hear."""
         self._connection: AbstractConnection | None = None
         self._changed = asyncio.Event()
         self._to_send: dict[str, None] = {}
@@ -97,6 +105,21 @@ class Notifications:
                     return None
                 await stopped_within(told, left_s)
 
+    @contextmanager
+    def hearing(self, channel: str, told: Callable[[str], None]) -> Generator[None, None, None]:
+        """Inside it `told` is called with what is said on a channel, as long as there is a connection."""
+        listeners = self._told.setdefault(channel, set())
+        listeners.add(told)
+        self._wanted_changed(channel)
+        self._begin()
+        try:
+            yield
+        finally:
+            listeners.discard(told)
+            if not listeners:
+                del self._told[channel]
+                self._wanted_changed(channel)
+
     # ------------------------------------------------------------ who waits for what
 
     @contextmanager
@@ -108,11 +131,7 @@ class Notifications:
         watchers.add(told)
         if len(watchers) == 1:
             self._wanted_changed(key)
-        if not self._tasks:
-            self._tasks = [
-                asyncio.create_task(self._listen_for_ever(), name="redis notifications"),
-                asyncio.create_task(self._look_for_ever(), name="redis look"),
-            ]
+        self._begin()
         try:
             yield told
         finally:
@@ -120,6 +139,13 @@ class Notifications:
             if not watchers:
                 del self._waiting[key]
                 self._wanted_changed(key)
+
+    def _begin(self) -> None:
+        if not self._tasks and not self._closed.is_set():
+            self._tasks = [
+                asyncio.create_task(self._listen_for_ever(), name="redis notifications"),
+                asyncio.create_task(self._look_for_ever(), name="redis look"),
+            ]
 
     def _wanted_changed(self, key: str) -> None:
         self._to_send[key] = None
@@ -146,7 +172,8 @@ class Notifications:
                         resp=2,
                     )
                 self._subscribed.clear()
-                self._to_send = dict.fromkeys(self._waiting)
+                self._asked.clear()
+                self._to_send = dict.fromkeys([*self._told, *self._waiting])
                 self._changed.set()
                 pause_s = FIRST_PAUSE_S
                 await self._listen(self._connection)
@@ -172,7 +199,7 @@ class Notifications:
                         sending.result()
                     if not answer.done():
                         raise TimeoutError
-                    self._heard(answer.result())
+                    self._heard(answer.exception() or answer.result())
                 finally:
                     if not answer.done():
                         await ended(answer)
@@ -187,9 +214,14 @@ class Notifications:
             commands: list[tuple[str, ...]] = []
             for start in range(0, len(keys), AT_ONCE):
                 some = keys[start : start + AT_ONCE]
+                # In a command of their own: where a user may not hear one, the whole command is refused.
+                heard = [key for key in some if key in self._told and key not in self._subscribed | self._refused]
                 wanted = [key for key in some if key in self._waiting and key not in self._subscribed]
-                unwanted = [key for key in some if key not in self._waiting and key in self._subscribed]
-                self._subscribed.update(wanted)
+                kept = self._waiting.keys() | self._told.keys()
+                unwanted = [key for key in some if key not in kept and key in self._subscribed]
+                self._asked.extend(heard)
+                self._subscribed.update(heard, wanted)
+                commands.extend(("SUBSCRIBE", channel) for channel in heard)
                 self._subscribed.difference_update(unwanted)
                 if wanted:
                     commands.append(("SUBSCRIBE", *wanted))
@@ -201,11 +233,24 @@ class Notifications:
                 await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
 
     def _heard(self, answer: Any) -> None:
+        if isinstance(answer, NoPermissionError) and self._asked:  # Answers come in the order of the questions.
+            channel = self._asked.popleft()
+            self._refused.add(channel)
+            self._subscribed.discard(channel)
+            log.warning("this user may not hear a channel: it goes without", channel=channel, mend="docs/redis.md")
+            return
         if isinstance(answer, Exception):
             raise answer
-        match answer:
-            case [b"subscribe" | b"message", bytes(channel), *_]:
-                self._tell(channel.decode(errors="replace"))
+        if not isinstance(answer, list) or len(answer) != 3 or answer[0] not in (b"subscribe", b"message"):
+            return
+        kind, channel, said = answer
+        name = bytes(channel).decode(errors="replace")
+        if kind == b"message":
+            for told in tuple(self._told.get(name, ())):
+                told(bytes(said).decode(errors="replace"))
+        elif self._asked and self._asked[0] == name:
+            self._asked.popleft()
+        self._tell(name)
 
     async def _drop(self) -> None:
         connection, self._connection = self._connection, None

@@ -1,13 +1,15 @@
 """Results, claims and the billing outbox in Redis. Every key is listed in `docs/redis.md`."""
 
 import asyncio
+import contextlib
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
 
 from inference_worker.disposition import Token
 from inference_worker.errors import StoreUnavailable
+from inference_worker.job_book import KEPT_AFTER_S
 from inference_worker.messages import KnownReply, Reply, encode_reply, known_reply
 from inference_worker.ports import (
     AlreadyAnswered,
@@ -16,6 +18,7 @@ from inference_worker.ports import (
     Claimed,
     ClaimLost,
     OutboxEntry,
+    Progress,
     Renewal,
     Renewed,
     RunningElsewhere,
@@ -26,11 +29,11 @@ from inference_worker.redis_scripts import (
     CLAIM,
     FINISH,
     PROBE,
+    PROGRESS,
     REFUSED,
     RELEASE,
     RENEW,
     REPLAY,
-    RUNNING,
     SENT,
     RedisLink,
 )
@@ -38,6 +41,9 @@ from inference_worker.results.notifications import Notifications
 from inference_worker.timing import stopped_within
 
 ReplayRefused = Literal["completed", "running"]
+CANCELLED: Final = "infer_cancel"
+"""The channel on which the ids of cancelled requests are said."""
+
 DEAD_NOTE_TTL_S: Final = 30 * 86_400
 MOST_REFUSED: Final = 1_000_000
 BILLING_GROUP: Final = "billing"
@@ -57,6 +63,16 @@ def claim_key(request_id: str) -> str:
         colon = ":" if request_id.lstrip(":").startswith("{infer_resp:") else ""
         return f"infer_claim:{colon}{request_id}"
     return f"infer_claim:{{{result_key(request_id)}}}"
+
+
+def job_key(request_id: str) -> str:
+    """Where an intake keeps its record of the job, if it came through one."""
+    return f"infer_job:{request_id}"
+
+
+def record_kept_until_ms(deadline: float, ttl_s: float) -> int:
+    """When that record goes, of a job with this deadline."""
+    return round((deadline + ttl_s + KEPT_AFTER_S) * 1000)
 
 
 def probe_key(deployment_id: str, asker: str) -> str:
@@ -118,7 +134,20 @@ class RedisStore:
 
     async def cancel(self, reply: Reply) -> Write:
         """See `ports.ResultStore`."""
-        return await self._finish(reply, b"", Token(""), "1")
+        written = await self._finish(reply, b"", Token(""), "1")
+        # Also where it is said again: an answer that got lost may have taken its hint along. Without it, whoever runs
+        # the request finds out at its next renewal.
+        with contextlib.suppress(StoreUnavailable):
+            await self._link.do("PUBLISH", CANCELLED, reply.request_id)
+        return written
+
+    async def cancellations(self, until: asyncio.Event, told: Callable[[str], None]) -> None:
+        """See `ports.ResultStore`."""
+        if self._notifications is None:
+            await until.wait()
+            return
+        with self._notifications.hearing(CANCELLED, told):
+            await until.wait()
 
     async def bury(self, request_id: str, note: bytes) -> None:
         """See `ports.ResultStore`."""
@@ -144,9 +173,10 @@ class RedisStore:
             await stopped_within(over, min(0.02 * 1.5 ** min(turn, 10), 0.2, left_s))
         return None
 
-    async def make_room(self, request_id: str) -> ReplayRefused | None:
+    async def make_room(self, request_id: str, deadline: float) -> ReplayRefused | None:
         """Forget a failed result and the claim, so that the request can run anew; None where that was done."""
-        answer = await self._link.run(REPLAY, _keys(request_id))
+        record = (job_key(request_id), repr(deadline), record_kept_until_ms(deadline, self._ttl_s))
+        answer = await self._link.run(REPLAY, _keys(request_id), *record)
         match answer[0]:
             case b"COMPLETED":
                 return "completed"
@@ -170,9 +200,10 @@ class RedisStore:
         note = await self._link.do("GET", f"infer_dead:{request_id}")
         return note if isinstance(note, bytes) else None
 
-    async def running(self, request_id: str) -> bool:
+    async def progress(self, request_id: str) -> Progress:
         """See `ports.ResultStore`."""
-        return bool(await self._link.run(RUNNING, [claim_key(request_id)]))
+        running, attempts = await self._link.run(PROGRESS, [claim_key(request_id)])
+        return Progress(running=bool(running), attempts=int(attempts))
 
     async def probe(self) -> None:
         """See `ports.ResultStore`."""
@@ -181,7 +212,8 @@ class RedisStore:
     async def _finish(self, reply: Reply, event: bytes, token: Token, past_token: str) -> Write:
         keys = [*_keys(reply.request_id), self._outbox]
         body = encode_reply(reply)
-        answer = await self._link.run(FINISH, keys, token, body, self._ttl_s, reply.status, event, past_token)
+        job = job_key(reply.request_id)
+        answer = await self._link.run(FINISH, keys, token, body, self._ttl_s, reply.status, event, past_token, job)
         match answer[0]:
             case b"STORED":
                 return Stored()

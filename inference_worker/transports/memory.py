@@ -47,6 +47,8 @@ class DeadMessage:
     message_id: str | None
     reason: str
     attempts: int
+    died_at: float = 0.0
+    headers: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -207,7 +209,14 @@ class MemoryTransport:
                 settled = self._end(delivery, Settled(how="dead_letter"), stored=disposition.reply is not None)
                 if isinstance(settled, Settled):
                     self._broker.dead.append(
-                        DeadMessage(body=message.body, message_id=message.message_id, reason=reason, attempts=attempts)
+                        DeadMessage(
+                            body=message.body,
+                            message_id=message.message_id,
+                            reason=reason,
+                            attempts=attempts,
+                            died_at=self._broker.now(),
+                            headers=message.headers,
+                        )
                     )
                 return settled
             case Nack(claim=claim):

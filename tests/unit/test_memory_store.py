@@ -25,7 +25,7 @@ class MemoryStoreHarness:
 
     def __init__(self) -> None:
         store = MemoryStore(now=now, lease_s=self.lease_s, ttl_s=self.ttl_s)
-        self.store = self.short_lived = self.outbox = self.other_outbox = store
+        self.store = self.short_lived = self.heeded = self.outbox = self.other_outbox = store
 
     def now(self) -> float:
         return now()
@@ -67,7 +67,7 @@ async def test_a_refused_event_is_kept_with_its_reason(harness: MemoryStoreHarne
 
 
 @pytest.mark.parametrize(
-    "name", ["claim", "renew", "release", "write", "cancel", "bury", "read", "wait", "running", "probe"]
+    "name", ["claim", "renew", "release", "write", "cancel", "bury", "read", "wait", "progress", "probe"]
 )
 async def test_a_store_that_is_away_answers_nothing(harness: MemoryStoreHarness, name: str) -> None:
     harness.store.away = "gone"

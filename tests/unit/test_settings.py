@@ -8,6 +8,7 @@ import pytest
 
 from inference_worker.config.settings import Needs, Settings, Variable, describe, load, warnings
 from inference_worker.config.values import url_text
+from inference_worker.disposition import RetryPolicy
 from inference_worker.errors import ConfigurationError
 
 REQUIRED = {
@@ -95,6 +96,8 @@ def test_every_variable_is_described_once() -> None:
         "WORKER_HTTP_TOKEN",
         "MODEL_API_KEY",
         "METRIC_SERVER_SERVICE_TOKEN",
+        "GATEWAY_WEBHOOK_SECRET",
+        "GATEWAY_API_KEY",
     }
     urls = {row.name for row in rows if row.name.endswith(("_URL", "_ENDPOINT"))} | {"CROESUS_HOST"}
     assert {row.name for row in rows if row.file and not row.secret} == urls
@@ -114,6 +117,76 @@ def test_the_environment_of_the_process_is_not_read(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("prefetch", "7")
 
     assert run_with().rabbitmq.prefetch == 1
+
+
+# The second transport
+
+
+def test_over_streams_its_own_variables_say_how_many_how_long_and_how_often() -> None:
+    settings = run_with(TRANSPORT="redis-streams", IWL_CONCURRENCY="4", IWL_MAX_ATTEMPTS="5", IWL_CLAIM_IDLE_MS="2500")
+
+    assert (settings.queue, settings.queue_address) == ("inference:jobs", "redis://localhost:6379")
+    assert (settings.slots, settings.lease_s, settings.retry_policy) == (4, 2.5, RetryPolicy(max_retries=4))
+
+
+def test_over_rabbitmq_they_say_nothing() -> None:
+    settings = run_with(IWL_CONCURRENCY="4", IWL_MAX_ATTEMPTS="5", IWL_CLAIM_IDLE_MS="2500", RABBITMQ_PREFETCH="3")
+
+    assert (settings.queue, settings.slots, settings.lease_s) == ("infer_req.d-1", 3, 15)
+    assert settings.retry_policy == RetryPolicy(max_retries=1)
+
+
+@pytest.mark.parametrize(
+    ("transport", "given", "codes"),
+    [
+        ("rabbitmq", "", frozenset()),
+        ("redis-streams", "", frozenset({429, 500, 502, 503, 504})),
+        ("redis-streams", "429", frozenset({429})),
+        ("redis-streams", "off", frozenset()),
+        ("rabbitmq", "503", frozenset({503})),
+    ],
+)
+def test_each_transport_has_its_own_temporary_statuses(transport: str, given: str, codes: frozenset[int]) -> None:
+    assert run_with(TRANSPORT=transport, MODEL_RETRY_STATUS_CODES=given).retry_statuses == codes
+
+
+@pytest.mark.parametrize("needs", ["gateway", "scaler", "client"])
+def test_over_streams_a_deployment_is_asked_for_by_workers_alone(needs: Needs) -> None:
+    """The stream has a name of its own; RabbitMQ's queue is named after the deployment."""
+    assert load({"TRANSPORT": "redis-streams"}, needs=needs).queue == "inference:jobs"
+    assert problems_of({}, needs=needs) == (
+        "DEPLOYMENT_ID: is required and not set; accepted: up to 221 bytes of text",
+    )
+
+
+def test_the_dead_letters_need_a_stream_of_their_own() -> None:
+    assert problem_of(IWL_DLQ_STREAM="inference:jobs").startswith("IWL_DLQ_STREAM: is the name of the stream of req")
+
+
+def test_the_most_replicas_are_not_fewer_than_the_fewest() -> None:
+    assert problem_of(SCALE_MIN="4", SCALE_MAX="3").startswith("SCALE_MAX: 3 is below SCALE_MIN, which is 4; accepted")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("GATEWAY_WEBHOOK_NETWORKS", "10.0.0.0/8,nowhere", "has a part that is no network"),
+        ("GATEWAY_WEBHOOK_NETWORKS", "10.0.0.1/8", "has a part that is no network"),
+        ("IWL_CLAIM_IDLE_MS", "99", "'99' is out of bounds"),
+        ("IWL_MAX_ATTEMPTS", "0", "'0' is out of bounds"),
+        ("MODEL_MODE", "echo", "'echo' cannot be read"),
+        ("TRANSPORT", "kafka", "'kafka' cannot be read"),
+    ],
+)
+def test_what_the_second_source_adds_is_checked_as_well(name: str, value: str, what: str) -> None:
+    assert problem_of(**{name: value}).startswith(f"{name}: {what}")
+
+
+def test_networks_are_read_as_a_list() -> None:
+    assert run_with(GATEWAY_WEBHOOK_NETWORKS="10.0.0.0/8, fd00::/8").gateway.webhook_networks == (
+        "10.0.0.0/8",
+        "fd00::/8",
+    )
 
 
 # Missing and wrong: one line each, all at once
@@ -495,6 +568,17 @@ def test_an_authority_is_trusted_instead_of_the_systems(file: Path) -> None:
     assert context is not None
     assert context.verify_mode is ssl.CERT_REQUIRED
     assert len(context.get_ca_certs()) == 1
+
+
+def test_strangers_are_reached_with_our_authority_besides_the_systems(file: Path) -> None:
+    """A webhook goes to whoever a tenant names."""
+    file.write_text(AUTHORITY)
+
+    context = run_with(TLS_CA_FILE=str(file)).tls.public_context()
+
+    assert context.check_hostname
+    assert context.verify_mode is ssl.CERT_REQUIRED
+    assert len(context.get_ca_certs()) == len(ssl.create_default_context().get_ca_certs()) + 1
 
 
 # Who asks
