@@ -9,7 +9,7 @@ import ssl
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import httpx
 import structlog
@@ -19,8 +19,9 @@ from inference_worker.billing.cloudevents import CroesusSink, usage_event
 from inference_worker.breaker import Breaker
 from inference_worker.config.settings import Settings, warnings
 from inference_worker.config.values import without_user
-from inference_worker.disposition import RetryPolicy, Token
+from inference_worker.disposition import Token
 from inference_worker.errors import TransportLost
+from inference_worker.fleet_reporter import FleetReporter
 from inference_worker.health_checker import HealthChecker
 from inference_worker.listener import Listener
 from inference_worker.message_processor import MessageProcessor
@@ -30,7 +31,7 @@ from inference_worker.metrics_buffer import MetricsBuffer
 from inference_worker.metrics_reporter import BillingDrainer, MetricsReporter, report
 from inference_worker.model_client import HttpModelClient
 from inference_worker.ops_server import OpsServer
-from inference_worker.ports import Connect, Health, Outbox, ResultStore, Tracer
+from inference_worker.ports import Connect, Fleet, Health, ModelClient, Outbox, ResultStore, Tracer
 from inference_worker.scraping import Gpu, ModelLoad, NotRead, scrape_gpus, scrape_model
 from inference_worker.timing import ByteBudget
 from inference_worker.tracing import PASSING_ON
@@ -38,11 +39,20 @@ from inference_worker.tracing import PASSING_ON
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
+if TYPE_CHECKING:
+    from inference_worker.redis_scripts import RedisTls
+
 MOST_HELD_BYTES: Final = 256 * 1024 * 1024
 """Message bodies and answers in memory at once, whatever their number."""
 
 MOST_RECORDS: Final = 10_000
 SCRAPE_S: Final = 5.0
+BROKERS: Final[Mapping[str, str]] = {"rabbitmq": "rabbitmq", "redis-streams": "redis_streams", "memory": "queue"}
+"""What the broker is called where it is one of several conditions."""
+
+
+OpenQueue = Callable[[ResultStore, WorkerMetrics], Connect]
+"""Makes of a store and the metrics the way to open connections to a queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +69,11 @@ class Outside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stores:
-    """Where results and unsent usage events are kept."""
+    """Where results and unsent usage events are kept, and what the workers say of themselves."""
 
     results: ResultStore
     outbox: Outbox
+    fleet: Fleet
 
 
 class Worker:
@@ -75,7 +86,7 @@ class Worker:
         *,
         stores: Stores,
         connect: Connect,
-        model: HttpModelClient,
+        model: ModelClient,
         budget: ByteBudget,
         metrics: WorkerMetrics,
         tls: ssl.SSLContext | None,
@@ -108,9 +119,9 @@ class Worker:
             replica_id=settings.identity.replica_id,
             infer_path=settings.model.infer_path,
             infer_timeout_s=settings.model.infer_timeout_s,
-            retry_statuses=settings.model.retry_status_codes,
-            slots=settings.rabbitmq.prefetch,
-            lease_s=settings.redis.claim_lease_s,
+            retry_statuses=settings.retry_statuses,
+            slots=settings.slots,
+            lease_s=settings.lease_s,
             max_crashes=settings.rabbitmq.max_crashes,
             store_patience_s=settings.redis.retry_delay_s,
         )
@@ -120,22 +131,20 @@ class Worker:
             store=stores.results,
             store_health=self.store_health,
             warm=model.warm,
-            policy=RetryPolicy(
-                max_retries=settings.rabbitmq.max_retries, first_delay_s=settings.rabbitmq.retry_delay_s
-            ),
+            policy=settings.retry_policy,
             breaker=Breaker(settings.health.breaker_failures),
             metrics=metrics,
             buffer=self._buffer,
             budget=budget,
             now=outside.now,
             rng=outside.rng,
-            limit=settings.rabbitmq.prefetch,
+            limit=settings.slots,
             grace_s=settings.ops.shutdown_grace_s,
             store_patience_s=settings.redis.retry_delay_s,
             tracer=tracer,
         )
         self.model_health.watch(self._model_changed)
-        metrics.slots.set(settings.rabbitmq.prefetch)
+        metrics.slots.set(settings.slots)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until told to stop: then the listener drains, and only after that do the others end, billing last but one.
@@ -160,11 +169,12 @@ class Worker:
                 )
                 await stack.enter_async_context(ops.serving(self._settings.ops.host, self._settings.ops.port))
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._health_checker().run(drained), name="health checker")
+                group.create_task(self._check_health(drained), name="health checker")
                 group.create_task(
                     report(self._reporter(scraper), drainer, drained), name="metrics and billing reporter"
                 )
                 group.create_task(self._tracer.run(drained), name="traces")
+                group.create_task(self._fleet_reporter().run(drained), name="fleet")
                 group.create_task(self._note_stopping(stop, drained), name="stop watch")
                 try:
                     await self.listener.run(stop)
@@ -177,7 +187,10 @@ class Worker:
         """What must be true for this worker to be of use now, and what is not."""
         linked = self.listener.transport is not None
         return {
-            "rabbitmq": (linked, "" if linked else self.listener.link_reason or "not connected"),
+            BROKERS[self._settings.transport.kind]: (
+                linked,
+                "" if linked else self.listener.link_reason or "not connected",
+            ),
             "redis": (self.store_health.ok, "" if self.store_health.ok else self.store_health.reason),
             "model": (self.model_health.ok, "" if self.model_health.ok else self.model_health.reason),
             "running": (not self._stopping, "stopping" if self._stopping else ""),
@@ -191,11 +204,11 @@ class Worker:
             "deployment_id": identity.deployment_id,
             "replica_id": identity.replica_id,
             "hf_model_id": identity.hf_model_id,
-            "queue": identity.request_queue,
+            "queue": self._settings.queue,
             "state": self.listener.state,
             "suspended": self._suspended(),
             "in_flight": self.listener.in_flight,
-            "slots": self._settings.rabbitmq.prefetch,
+            "slots": self._settings.slots,
             "ready": {name: ok for name, (ok, _) in self.ready().items()},
             "reasons": {name: why for name, (ok, why) in self.ready().items() if not ok},
             "model_checked_at": self.model_health.checked_at,
@@ -237,11 +250,30 @@ class Worker:
         self.log_level("debug" if self._debugging else self._settings.log.level)
 
     def _exposition(self, accept: str) -> tuple[bytes, str]:
-        self.metrics.in_flight.set(self.listener.in_flight)
+        self.metrics.in_flight.set(self.listener.calls)
         self.metrics.held_bytes.set(self._budget.held_bytes)
         return self.metrics.exposition(accept)
 
     # ------------------------------------------------------------ parts
+
+    async def _check_health(self, until: asyncio.Event) -> None:
+        if self._settings.model.mode == "mock":
+            self.model_health.report(True, checked_at=self._outside.now())
+            await until.wait()
+        else:
+            await self._health_checker().run(until)
+
+    def _fleet_reporter(self) -> FleetReporter:
+        identity = self._settings.identity
+        return FleetReporter(
+            self._stores.fleet,
+            self.listener,
+            replica_id=identity.replica_id,
+            slots=self._settings.slots,
+            model=identity.hf_model_id,
+            stopping=lambda: self._stopping,
+            now=self._outside.now,
+        )
 
     def _health_checker(self) -> HealthChecker:
         model = self._settings.model
@@ -320,6 +352,8 @@ class Worker:
     # ------------------------------------------------------------ what the reporter asks for
 
     async def _model_load(self, scraper: httpx.AsyncClient) -> ModelLoad | None:
+        if self._settings.model.mode == "mock":
+            return None
         load = await scrape_model(scraper, self._settings.vllm_metrics_url_now(), within_s=SCRAPE_S)
         return self._or_said("model", load)
 
@@ -358,28 +392,16 @@ async def worker(
     outside: Outside,
     *,
     stores: Stores | None = None,
-    connect: Callable[[ResultStore, WorkerMetrics], Connect] | None = None,
+    connect: OpenQueue | None = None,
 ) -> AsyncGenerator[Worker, None]:
     """A worker with its connections; they are closed at the end. `dev` brings its own store and queue."""
     tls = settings.tls.context()
     metrics = WorkerMetrics()
     budget = ByteBudget(MOST_HELD_BYTES)
     async with AsyncExitStack() as stack:
-        model = await stack.enter_async_context(
-            HttpModelClient(
-                settings.model.url_now,
-                now=outside.now,
-                budget=budget,
-                max_response_bytes=settings.model.max_response_bytes,
-                api_key=settings.model.api_key_now,
-                tls=tls,
-                health_path=settings.model.health_path,
-                ttft_header=settings.metrics.ttft_header,
-                tbt_header=settings.metrics.tbt_header,
-            )
-        )
+        model = await stack.enter_async_context(_model(settings, outside, budget, tls))
         kept_in = stores if stores is not None else await stack.enter_async_context(redis_stores(settings))
-        open_queue = connect or rabbitmq_queue(settings, outside, tls)
+        open_queue = connect or queue(settings, outside, tls)
         yield Worker(
             settings,
             outside,
@@ -389,8 +411,33 @@ async def worker(
             budget=budget,
             metrics=metrics,
             tls=tls,
-            tracer=_tracer(settings, "rabbitmq" if connect is None else "memory"),
+            tracer=_tracer(settings, settings.transport.kind if connect is None else "memory"),
         )
+
+
+@asynccontextmanager
+async def _model(
+    settings: Settings, outside: Outside, budget: ByteBudget, tls: ssl.SSLContext | None
+) -> AsyncGenerator[ModelClient, None]:
+    """The client of the model container, or the echo in its place."""
+    match settings.model.mode:
+        case "mock":
+            from inference_worker.echo_model import EchoModel
+
+            yield EchoModel(latency_s=settings.model.mock_latency_s, model=settings.identity.hf_model_id)
+        case "vllm":
+            async with HttpModelClient(
+                settings.model.url_now,
+                now=outside.now,
+                budget=budget,
+                max_response_bytes=settings.model.max_response_bytes,
+                api_key=settings.model.api_key_now,
+                tls=tls,
+                health_path=settings.model.health_path,
+                ttft_header=settings.metrics.ttft_header,
+                tbt_header=settings.metrics.tbt_header,
+            ) as client:
+                yield client
 
 
 def _tracer(settings: Settings, system: str) -> Tracer:
@@ -422,11 +469,12 @@ def _tracer(settings: Settings, system: str) -> Tracer:
 async def redis_stores(settings: Settings) -> AsyncGenerator[Stores, None]:
     """Results and outbox in Redis."""
     from inference_worker.redis_scripts import RedisLink, RedisTls
+    from inference_worker.results.fleet import RedisFleet
     from inference_worker.results.notifications import Notifications
     from inference_worker.results.redis import RedisOutbox, RedisStore
 
     identity, redis, tls = settings.identity, settings.redis, settings.tls
-    name = _client_name(settings)
+    name = client_name(settings)
     files = RedisTls(ca_file=tls.ca_file, cert_file=tls.cert_file, key_file=tls.key_file)
     link = RedisLink(redis.url_now, lambda: None, client_name=name, tls=files)
     told = Notifications(link, redis.url_now, lambda: None, client_name=name, tls=files)
@@ -436,17 +484,52 @@ async def redis_stores(settings: Settings) -> AsyncGenerator[Stores, None]:
                 link,
                 deployment_id=identity.deployment_id,
                 replica_id=identity.replica_id,
-                lease_s=redis.claim_lease_s,
+                lease_s=settings.lease_s,
                 ttl_s=redis.response_ttl_s,
                 notifications=told,
             ),
             outbox=RedisOutbox(link, deployment_id=identity.deployment_id, replica_id=identity.replica_id),
+            fleet=RedisFleet(link, queue=settings.queue),
         )
 
 
-def rabbitmq_queue(
-    settings: Settings, outside: Outside, tls: ssl.SSLContext | None
-) -> Callable[[ResultStore, WorkerMetrics], Connect]:
+def queue(settings: Settings, outside: Outside, tls: ssl.SSLContext | None) -> OpenQueue:
+    """The queue that the settings name. An embedded one is brought by `dev`."""
+    match settings.transport.kind:
+        case "rabbitmq":
+            return rabbitmq_queue(settings, outside, tls)
+        case "redis-streams":
+            return redis_streams_queue(settings, outside)
+        case "memory":
+            raise AssertionError("an embedded queue is brought along")
+
+
+def redis_streams_queue(settings: Settings, outside: Outside) -> OpenQueue:
+    """The request queue in a stream of Redis."""
+    from inference_worker.redis_scripts import RedisTls
+    from inference_worker.transports.redis_streams import RedisStreams, StreamNames
+
+    streams, identity, tls = settings.streams, settings.identity, settings.tls
+
+    def connect(store: ResultStore, metrics: WorkerMetrics) -> Connect:
+        return RedisStreams(
+            url=settings.redis.url_now,
+            names=StreamNames(stream=streams.stream, group=streams.group, dead_letters=streams.dead_letters),
+            store=store,
+            metrics=metrics,
+            deployment_id=identity.deployment_id,
+            replica_id=identity.replica_id,
+            lease_s=settings.lease_s,
+            ttl_s=settings.redis.response_ttl_s,
+            client_name=client_name(settings),
+            tls=RedisTls(ca_file=tls.ca_file, cert_file=tls.cert_file, key_file=tls.key_file),
+            now=outside.now,
+        ).connect
+
+    return connect
+
+
+def rabbitmq_queue(settings: Settings, outside: Outside, tls: ssl.SSLContext | None) -> OpenQueue:
     """The request queue in RabbitMQ."""
     from inference_worker.rmq_listener import RabbitMQ, Topology
 
@@ -473,10 +556,17 @@ def rabbitmq_queue(
     return connect
 
 
-def _client_name(settings: Settings) -> str:
+def client_name(settings: Settings) -> str:
     """A name that CLIENT SETNAME takes: no spaces, nothing outside of ASCII."""
     name = f"inference-worker/{settings.identity.deployment_id}/{settings.identity.replica_id}"
     return "".join(c if "!" <= c <= "~" else "_" for c in name)[:200]
+
+
+def redis_tls(settings: Settings) -> "RedisTls":
+    """The files that connections to Redis are made with."""
+    from inference_worker.redis_scripts import RedisTls
+
+    return RedisTls(ca_file=settings.tls.ca_file, cert_file=settings.tls.cert_file, key_file=settings.tls.key_file)
 
 
 OnSignal = Callable[[signal.Signals, Callable[[], None]], None]
@@ -495,11 +585,12 @@ async def run_worker(settings: Settings, outside: Outside, stop: asyncio.Event, 
         version=version(),
         deployment_id=settings.identity.deployment_id,
         replica_id=settings.identity.replica_id,
-        queue=settings.identity.request_queue,
-        rabbitmq=settings.rabbitmq.address,
+        transport=settings.transport.kind,
+        queue=settings.queue,
+        broker=settings.queue_address,
         redis=settings.redis.address,
-        model=without_user(settings.model.url_now()),
-        prefetch=settings.rabbitmq.prefetch,
+        model="a mock" if settings.model.mode == "mock" else without_user(settings.model.url_now()),
+        slots=settings.slots,
     )
     async with worker(settings, outside) as sidecar:
         on_signal(signal.SIGUSR1, sidecar.toggle_pause)

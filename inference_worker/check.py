@@ -7,18 +7,20 @@ import asyncio
 import difflib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import httpx
 import msgspec
 
-from inference_worker.config.settings import Settings, describe, warnings
+from inference_worker.config.settings import Settings, StreamsSettings, describe, warnings
 from inference_worker.config.values import is_off, without_user
 from inference_worker.errors import StoreUnavailable, TransportLost
 from inference_worker.redis_scripts import PROBE, RedisLink, RedisTls
 from inference_worker.results.redis import probe_key
 from inference_worker.rmq_look import Found, look
 from inference_worker.scraping import NotRead, scrape_model
+from inference_worker.transports.redis_streams import stream_backlog
+from inference_worker.transports.stream_entries import StreamNames
 
 Word = Literal["ok", "warning", "failed", "off"]
 CHECK_S: Final = 8.0
@@ -29,6 +31,7 @@ MOST_BODY_BYTES: Final = 1_048_576
 OURS: Final = (
     *("RABBITMQ_", "REDIS_", "MODEL_", "METRICS_", "METRIC_", "INFERENCE_", "HEALTH_", "WORKER_", "GATEWAY_"),
     *("TLS_", "LOG_", "VLLM_", "DCGM_", "CROESUS_", "CLAIM_", "SHUTDOWN_", "DEPLOYMENT_", "REPLICA_"),
+    *("IWL_", "SCALE_", "SCALER_", "TRANSPORT"),
 )
 """How our variables begin."""
 
@@ -58,9 +61,9 @@ class Report:
 async def check(settings: Settings, environ: Mapping[str, str]) -> Report:
     """Ask all neighbours at the same time, each for at most `CHECK_S`."""
     asked: Sequence[tuple[str, Callable[[Settings], Awaitable[list[Finding]]]]] = (
-        ("RabbitMQ", _rabbitmq),
+        *(() if settings.over_streams else (("RabbitMQ", _rabbitmq),)),
         ("Redis", _redis),
-        ("model", _model),
+        ("model", _mock if settings.model.mode == "mock" else _model),
         ("metric server", _metric_server),
         ("billing", _billing),
     )
@@ -205,14 +208,21 @@ async def _redis(settings: Settings) -> list[Finding]:
             await link.run(PROBE, [probe_key(identity.deployment_id, "check")])
         except StoreUnavailable as exc:
             return [_failed("Redis", f"{redis.address}: {exc}", _redis_mend(str(exc)))]
-        try:
-            info = _info(await link.do("INFO"))
-        except StoreUnavailable as exc:
-            said = f"{redis.address}: scripts may write; INFO is not allowed ({exc})"
-            mend = "see for yourself that it persists, and that maxmemory-policy is noeviction"
-            return [Finding(what="Redis", word="warning", detail=said, mend=mend)]
+        rows = await _server(link, redis.address)
+        if settings.over_streams:
+            rows += await _streams(link, settings.streams)
+    return rows
+
+
+async def _server(link: RedisLink, address: str) -> list[Finding]:
+    try:
+        info = _info(await link.do("INFO"))
+    except StoreUnavailable as exc:
+        said = f"{address}: scripts may write; INFO is not allowed ({exc})"
+        mend = "see for yourself that it persists, and that maxmemory-policy is noeviction"
+        return [Finding(what="Redis", word="warning", detail=said, mend=mend)]
     version = info.get("valkey_version") or info.get("redis_version", "of unknown version")
-    rows = [Finding(what="Redis", word="ok", detail=f"{redis.address}, {version}, scripts may write")]
+    rows = [Finding(what="Redis", word="ok", detail=f"{address}, {version}, scripts may write")]
     return rows + _keeps(info)
 
 
@@ -250,7 +260,63 @@ def _keeps(info: Mapping[str, str]) -> list[Finding]:
     return rows
 
 
+# ---------------------------------------------------------------- Redis Streams
+
+
+async def _streams(link: RedisLink, streams: StreamsSettings) -> list[Finding]:
+    try:
+        return [await _request_stream(link, streams), await _dead_letter_stream(link, streams.dead_letters)]
+    except StoreUnavailable as exc:
+        return [_failed("request stream", f"{streams.stream}: {exc}", _redis_mend(str(exc)))]
+
+
+async def _request_stream(link: RedisLink, streams: StreamsSettings) -> Finding:
+    what, name = "request stream", streams.stream
+    match await link.do("TYPE", name):
+        case b"none":
+            return Finding(what=what, word="ok", detail=f"{name} does not exist yet: the worker creates it")
+        case b"stream":
+            pass
+        case kind:
+            detail = f"{name} is a {bytes(kind).decode(errors='replace')}"
+            return _failed(what, detail, "IWL_STREAM: something else is kept under this name")
+    groups = {group.get("name"): group for group in map(_pairs, await link.do("XINFO", "GROUPS", name))}
+    group = groups.get(streams.group.encode())
+    if group is None:
+        length = await link.do("XLEN", name)
+        detail = f"{name}: {length} entries; the group {streams.group} does not exist yet: the worker creates it"
+        return Finding(what=what, word="ok", detail=detail)
+    names = StreamNames(stream=name, group=streams.group, dead_letters=streams.dead_letters)
+    backlog = await stream_backlog(link, names)
+    detail = (
+        f"{name}: {backlog.ready} ready, {backlog.in_flight} with workers, {backlog.delayed} delayed; "
+        f"group {streams.group}: {group.get('consumers')} consumers"
+    )
+    return Finding(what=what, word="ok", detail=detail)
+
+
+async def _dead_letter_stream(link: RedisLink, name: str) -> Finding:
+    what = "dead letters"
+    if await link.do("TYPE", name) not in (b"none", b"stream"):
+        return _failed(what, f"{name} is no stream", "IWL_DLQ_STREAM: something else is kept under this name")
+    if dead := await link.do("XLEN", name):
+        detail = f"{name}: {dead} dead letters"
+        return Finding(what=what, word="warning", detail=detail, mend="inference-worker dlq list")
+    return Finding(what=what, word="ok", detail=f"{name}: none")
+
+
+def _pairs(row: Any) -> dict[str, Any]:
+    """What XINFO says: names and values by turns, or a map in RESP3."""
+    pairs = row if isinstance(row, dict) else dict(zip(row[::2], row[1::2], strict=True))
+    return {bytes(name).decode(): value for name, value in pairs.items()}
+
+
 # ---------------------------------------------------------------- model
+
+
+async def _mock(settings: Settings) -> list[Finding]:
+    detail = f"a mock: an echo of the prompt inside the worker, after {settings.model.mock_latency_s:g} s"
+    return [Finding(what="model", word="ok", detail=detail)]
 
 
 async def _model(settings: Settings) -> list[Finding]:

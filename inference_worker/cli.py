@@ -21,8 +21,11 @@ from inference_worker.config.settings import Needs, Settings, load
 from inference_worker.dev import DevOptions, run_dev
 from inference_worker.dlq_command import DlqOptions, run_dlq
 from inference_worker.errors import ConfigurationError
+from inference_worker.gateway.keys import new_key
 from inference_worker.metrics import version
 from inference_worker.mock_model import Fault, MockModelConfig, run_mock_model
+from inference_worker.serve_gateway import run_gateway
+from inference_worker.serve_scaler import run_scaler
 from inference_worker.submit import SubmitOptions, run_submit
 from inference_worker.submit_state import read_state
 
@@ -82,9 +85,19 @@ def _work(args: argparse.Namespace, environ: Mapping[str, str], outside: Outside
             submission = _submit_options(args)
             return lambda stop: run_submit(settings, submission, stop)
         case "dlq":
-            settings = _quiet(environ, needs="client")
+            settings = _quiet(environ, needs="client" if args.url is None else "dev")
             asked = _dlq_options(args)
             return lambda stop: run_dlq(settings, asked, outside.now, stop)
+        case "gateway" if args.new_key is not None:
+            return lambda _: _new_key(args.new_key, operator=args.operator)
+        case "gateway":
+            settings = load(environ, needs="gateway")
+            logs.configure(settings.log.level, settings.log.format, sys.stdout)
+            return lambda stop: run_gateway(settings, outside, stop)
+        case "scaler":
+            settings = load(environ, needs="scaler")
+            logs.configure(settings.log.level, settings.log.format, sys.stdout)
+            return lambda stop: run_scaler(settings, outside, stop)
         case "check":
             settings = _quiet(environ, needs="run")
             return lambda _: run_check(settings, environ, as_json=args.json, with_variables=args.variables)
@@ -100,6 +113,13 @@ def _quiet(environ: Mapping[str, str], *, needs: Needs) -> Settings:
     level = settings.log.level if "level" in settings.log.model_fields_set else "warning"
     logs.configure(level, "console" if sys.stderr.isatty() else settings.log.format, sys.stderr)
     return settings
+
+
+async def _new_key(tenant: str, *, operator: bool) -> None:
+    """A fresh API key, which is kept nowhere, and its line for the file."""
+    key, line = new_key(tenant, operator=operator)
+    print(f"The key of {tenant!r}, shown this once:\n{key}\n")
+    print(f'Its place in "keys" of the file that GATEWAY_API_KEYS_FILE names:\n{line}')
 
 
 async def _until_stopped(work: Work) -> int | None:
@@ -151,10 +171,32 @@ def _parser() -> argparse.ArgumentParser:
     mock.add_argument("--port", type=_port, default=8000, help="port to listen on (default 8000; 0 = any free one)")
     for command in (dev, mock):
         _add_mock_options(command)
+    _add_gateway(commands)
+    commands.add_parser(
+        "scaler",
+        help="how many replicas the queue wants, for KEDA and for workers named worker-N",
+        description="Looks at the queue and its workers every SCALE_INTERVAL_S, writes how many replicas are wanted "
+        "into Redis, and answers GET /v1/scale and /v1/scale/{queue} on SCALER_HOST:SCALER_PORT, until SIGTERM or "
+        "Ctrl-C. It starts and stops no containers. It has no options: environment variables configure it, README.md "
+        "has the table. Exit code 0: stopped as asked; 2: a variable is missing or wrong; 1: anything else.",
+    )
     _add_check(commands)
     _add_submit(commands)
     _add_dlq(commands)
     return parser
+
+
+def _add_gateway(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    gateway = commands.add_parser(
+        "gateway",
+        help="the HTTP intake: jobs over HTTP, and OpenAI's own paths, into the queue",
+        description="Answers on GATEWAY_HOST:GATEWAY_PORT until SIGTERM or Ctrl-C: POST /v1/jobs, "
+        "/v1/chat/completions and the others of docs/gateway.md. Without GATEWAY_API_KEYS_FILE it listens on this "
+        "machine alone. Environment variables configure it, README.md has the table. "
+        "Exit code 0: stopped as asked; 2: a variable or the file of keys is wrong; 1: anything else.",
+    )
+    gateway.add_argument("--new-key", metavar="TENANT", help="print a fresh API key and its line for the file, and end")
+    gateway.add_argument("--operator", action="store_true", help="with --new-key: one that may see the scale signal")
 
 
 def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -201,8 +243,9 @@ def _add_dlq(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     dlq = commands.add_parser(
         "dlq",
         help="look at dead letters, put them back, remove them",
-        description="Works with the dead letters of this deployment in INFERENCE_DLQ, over the broker and Redis of the "
-        "environment (DEPLOYMENT_ID, RABBITMQ_URL, REDIS_URL).",
+        description="Works with the dead letters of this queue (INFERENCE_DLQ; IWL_DLQ_STREAM with "
+        "TRANSPORT=redis-streams), over the broker and Redis of the environment (DEPLOYMENT_ID, RABBITMQ_URL, "
+        "REDIS_URL), or over a gateway with --url and an operator's GATEWAY_API_KEY.",
     )
     actions = dlq.add_subparsers(dest="do", metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="why, when, how often tried, last status: a line for each")
@@ -221,6 +264,7 @@ def _add_dlq(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         which.add_argument("--all", action="store_true", help="of all deployments that share the queue")
         which.add_argument("--limit", type=_at_least_1, metavar="N", help="at most so many")
         action.add_argument("--json", action="store_true", help="JSON lines")
+        action.add_argument("--url", metavar="URL", help="over the HTTP intake of dev or a gateway")
     for action in (replay, purge):
         action.add_argument("--everything", action="store_true", help="where no other choice is made")
         action.add_argument("--dry-run", action="store_true", help="say what would be done")
@@ -231,7 +275,9 @@ def _add_dlq(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 
 
 def _wrong_together(args: argparse.Namespace) -> str | None:
-    """Options of `submit` that do not go together, and what to do instead."""
+    """Options that do not go together, and what to do instead."""
+    if args.command == "gateway" and args.operator and args.new_key is None:
+        return "gateway: --operator goes with --new-key"
     if args.command != "submit":
         return None
     one = [name for name in ("prompt", "payload") if getattr(args, name) is not None]
@@ -293,6 +339,7 @@ def _dlq_options(args: argparse.Namespace) -> DlqOptions:
         all_deployments=args.all,
         limit=args.limit,
         json=args.json,
+        url=args.url,
         **changes,
     )
 

@@ -1,7 +1,8 @@
 """A client for people's own programs: submit a request, wait for its result, cancel it.
 
-Over RabbitMQ and Redis (`Client.direct`), or over the HTTP intake of `dev` or a gateway (`Client.http`). `SyncClient`
-is the same for programs without asyncio. A request has one id; submitting it twice under that id is one request.
+Over RabbitMQ and Redis (`Client.direct`), over Redis Streams (`Client.streams`), or over the HTTP intake of `dev` or
+a gateway (`Client.http`). `SyncClient` is the same for programs without asyncio. A request has one id; submitting it
+twice under that id is one request.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ from inference_worker.client_ways import (
     Way,
     direct,
     over_http,
+    streams,
 )
 from inference_worker.errors import NoResultYet, NoSuchRequest, NotAccepted, NotSupported, StoreUnavailable
 from inference_worker.messages import LONGEST_TIMEOUT_S, usable_id
@@ -48,6 +50,7 @@ __all__ = [
 
 T = TypeVar("T")
 
+STREAM: Final = "inference:jobs"
 TIMEOUT_S: Final = 60.0
 SUBMIT_S: Final = 30.0
 """How long a request may take to be taken over, unless the caller says otherwise."""
@@ -116,6 +119,30 @@ class Client:
             response_ttl_s=response_ttl_s,
             name=name,
             tls=tls,
+            redis_tls=redis_tls or RedisTls(),
+            now=now,
+        )
+        return cls(way, now=now)
+
+    @classmethod
+    def streams(
+        cls,
+        *,
+        redis_url: str | Callable[[], str],
+        stream: str = STREAM,
+        redis_password: str | None = None,
+        response_ttl_s: float = 3600.0,
+        name: str = "client",
+        redis_tls: RedisTls | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> "Client":
+        """Over Redis alone, where the workers have TRANSPORT=redis-streams. `stream` is their IWL_STREAM."""
+        way = streams(
+            _asked(redis_url),
+            stream,
+            redis_password=redis_password,
+            response_ttl_s=response_ttl_s,
+            name=name,
             redis_tls=redis_tls or RedisTls(),
             now=now,
         )
@@ -260,6 +287,11 @@ class SyncClient:
                 rabbitmq_url=rabbitmq_url, redis_url=redis_url, deployment_id=deployment_id, **options
             )
         )
+
+    @classmethod
+    def streams(cls, *, redis_url: str, **options: Any) -> "SyncClient":
+        """As `Client.streams`."""
+        return cls(lambda: Client.streams(redis_url=redis_url, **options))
 
     @classmethod
     def http(cls, url: str, **options: Any) -> "SyncClient":

@@ -1,4 +1,4 @@
-"""How a caller reaches the system: over RabbitMQ and Redis, or over the HTTP intake. Callers use `client`."""
+"""How a caller reaches the system: over RabbitMQ and Redis, Redis alone, or the HTTP intake. Callers use `client`."""
 
 import asyncio
 import json
@@ -21,6 +21,7 @@ from inference_worker.redis_scripts import RedisLink, RedisTls
 from inference_worker.results.notifications import Notifications
 from inference_worker.results.redis import RedisStore
 from inference_worker.rmq_producer import Producer
+from inference_worker.transports.stream_entries import entry_fields
 
 HTTP_WAIT_S: Final = 20.0
 """How long one question for a result is held open by the server."""
@@ -99,7 +100,7 @@ class Way(Protocol):
         """
 
 
-# ---------------------------------------------------------------- RabbitMQ and Redis
+# ---------------------------------------------------------------- a queue and Redis
 
 
 @asynccontextmanager
@@ -116,28 +117,80 @@ async def direct(
     now: Callable[[], float],
 ) -> AsyncGenerator[Way, None]:
     async with AsyncExitStack() as stack:
-        shown = "".join(c if "!" <= c <= "~" else "_" for c in f"inference-worker/{deployment_id}/{name}")[:200]
+        shown = _shown(deployment_id, name)
         link = RedisLink(redis_url, lambda: redis_password, client_name=shown, tls=redis_tls)
         await stack.enter_async_context(link.open())
         told = Notifications(link, redis_url, lambda: redis_password, client_name=shown, tls=redis_tls)
         await stack.enter_async_context(told.open())
         producer = Producer(rabbitmq_url, f"infer_req.{deployment_id}", name=shown, tls=tls)
         await stack.enter_async_context(producer.open())
-        store = RedisStore(
-            link,
-            deployment_id=deployment_id,
-            replica_id=name,
-            lease_s=15.0,
-            ttl_s=response_ttl_s,
-            notifications=told,
-        )
+        store = _store(link, told, deployment_id, name, response_ttl_s)
         yield _Direct(producer, store, name=name, now=now)
+
+
+@asynccontextmanager
+async def streams(
+    redis_url: Callable[[], str],
+    stream: str,
+    *,
+    redis_password: str | None,
+    response_ttl_s: float,
+    name: str,
+    redis_tls: RedisTls,
+    now: Callable[[], float],
+) -> AsyncGenerator[Way, None]:
+    shown = _shown(stream, name)
+    link = RedisLink(redis_url, lambda: redis_password, client_name=shown, tls=redis_tls)
+    told = Notifications(link, redis_url, lambda: redis_password, client_name=shown, tls=redis_tls)
+    async with link.open(), told.open():
+        store = _store(link, told, stream, name, response_ttl_s)
+        yield _Direct(_StreamProducer(link, stream, now=now), store, name=name, now=now)
+
+
+def _shown(queue: str, name: str) -> str:
+    return "".join(c if "!" <= c <= "~" else "_" for c in f"inference-worker/{queue}/{name}")[:200]
+
+
+def _store(link: RedisLink, told: Notifications, deployment_id: str, name: str, ttl_s: float) -> RedisStore:
+    return RedisStore(link, deployment_id=deployment_id, replica_id=name, lease_s=15.0, ttl_s=ttl_s, notifications=told)
+
+
+class Publishes(Protocol):
+    """Puts a message into the queue and returns once the broker has it, or raises `NotAccepted`."""
+
+    async def publish(self, body: bytes, *, message_id: str, within_s: float) -> None: ...
+
+
+class _StreamProducer:
+    """Adds entries to a stream. One without an answer is added again: the same request twice is one request."""
+
+    def __init__(self, link: RedisLink, stream: str, *, now: Callable[[], float]) -> None:
+        self._link = link
+        self._stream = stream
+        self._now = now
+        self._rng = random.Random()
+
+    async def publish(self, body: bytes, *, message_id: str, within_s: float) -> None:
+        why, pause_s = "no answer", FIRST_PAUSE_S
+        try:
+            async with asyncio.timeout(within_s):
+                while True:
+                    try:
+                        fields = entry_fields(body, message_id, enqueued_at=self._now())
+                        await self._link.do("XADD", self._stream, "*", *fields)
+                        return
+                    except StoreUnavailable as exc:
+                        why = str(exc)
+                    await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.0))
+                    pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+        except TimeoutError as exc:
+            raise NotAccepted(f"not confirmed within {within_s:g} s: {why}", maybe=True) from exc
 
 
 class _Direct:
     """Requests into the queue, results out of the store."""
 
-    def __init__(self, producer: Producer, store: RedisStore, *, name: str, now: Callable[[], float]) -> None:
+    def __init__(self, producer: Publishes, store: RedisStore, *, name: str, now: Callable[[], float]) -> None:
         self._producer = producer
         self._store = store
         self._name = name
@@ -254,7 +307,7 @@ class _Http:
             return detail
         if answer.status_code == 422 and "/idempotency_key" in answer.text and "not supported" in answer.text:
             raise NotSupported("this server takes no ids of ours (idempotency_key); leave request_id out")
-        raise NotAccepted(detail, maybe=sent, for_good=answer.status_code in (400, 413, 422))
+        raise NotAccepted(detail, maybe=sent, for_good=answer.status_code in (400, 401, 403, 413, 415, 422))
 
     async def look(self, request_id: str, within_s: float) -> Result | None:
         wait_s = min(within_s, HTTP_WAIT_S)

@@ -8,7 +8,6 @@ import asyncio
 import errno
 import io
 import json
-import secrets
 import shlex
 import socket
 import sys
@@ -29,11 +28,30 @@ from inference_worker import logs
 from inference_worker.assembly import Outside, Stores, Worker, redis_stores, worker
 from inference_worker.config.settings import Settings
 from inference_worker.config.values import url_text, without_user
+from inference_worker.confirmed_intake import ConfirmedIntake
+from inference_worker.dlq_reach import reach_of
 from inference_worker.errors import TransportLost
-from inference_worker.gateway.jobs import Jobs, app, serving
+from inference_worker.gateway.keys import KeyFile
+from inference_worker.gateway.serving import serving
+from inference_worker.job_book import HookBook, Intake, JobBook
 from inference_worker.messages import ERROR_CODES
 from inference_worker.mock_model import MockModel, MockModelConfig
+from inference_worker.ports import Backlog
+from inference_worker.results.fleet import MemoryFleet
 from inference_worker.results.memory import MemoryStore
+from inference_worker.results.memory_hook_book import MemoryHookBook
+from inference_worker.results.memory_job_book import MemoryJobBook
+from inference_worker.serve_gateway import (
+    Assembled,
+    Neighbours,
+    assembled,
+    is_loopback,
+    key_file,
+    listening_host,
+    only,
+    redis_books,
+    stream_intake,
+)
 from inference_worker.timing import ended, stopped_within
 from inference_worker.transports.memory import MemoryBroker
 
@@ -44,6 +62,7 @@ LOOPBACK: Final = "127.0.0.1"
 READY_S: Final = 60.0
 """How long the samples wait for everything to be ready."""
 
+LINK_S: Final = 1.0
 SAMPLE_S: Final = 120.0
 SAMPLE_TOKENS: Final = 64
 SAY_WHAT_IS_WAITED_FOR_S: Final = 2.0
@@ -86,7 +105,7 @@ async def run_dev(settings: Settings, outside: Outside, options: DevOptions, sto
         async with AsyncExitStack() as stack:
             await _run(settings, outside, options, stop, console, stack)
     except BaseExceptionGroup as group:
-        if (error := _only(group)) is group:
+        if (error := only(group)) is group:
             raise
         raise error from group
 
@@ -104,25 +123,22 @@ async def _run(
     settings = await _with_model(_with_defaults(settings, console), outside, options, stack)
     parts = await _parts(settings, outside, stack)
     sidecar = parts.sidecar
-    jobs = Jobs(
-        publish=_Publisher(sidecar),
-        store=parts.stores.results,
-        now=outside.now,
-        new_id=lambda: secrets.token_hex(12),
-        infer_path=settings.model.infer_path,
-        result_ttl_s=settings.redis.response_ttl_s,
-    )
+    keys = key_file(settings)
     view = _View(parts, console, live=options.live and console.is_terminal)
+    gateway = await assembled(settings, outside, parts.neighbours, keys, stack, model=lambda: view.model)
     async with _working(sidecar):
         async with AsyncExitStack() as intake:
-            view.url = await _open_intake(settings, jobs, intake, console)
+            await _linked(sidecar)
+            await intake.enter_async_context(gateway.running())
+            view.url = await _open_intake(settings, gateway, keys, intake, console)
             view.model = await _model_name(settings)
-            _say_where(settings, parts, view, console, mocked=mocked)
+            _say_where(settings, parts, keys, view, console, mocked=mocked)
             if await _ready(sidecar, stop, console):
                 view.model = await _model_name(settings)  # Which one that was still loading could not say before.
-                await _send_samples(view, settings, options.samples, stop, console)
+                if keys is None:
+                    await _send_samples(view, settings, options.samples, stop, console)
             if not stop.is_set():
-                _say_how(view, settings.model.infer_path, console)
+                _say_how(view, settings.model.infer_path, keys, console)
             await view.show(stop)
         if sidecar.listener.in_flight:
             running, grace_s = sidecar.listener.in_flight, settings.ops.shutdown_grace_s
@@ -138,8 +154,9 @@ class _Parts:
     settings: Settings
     stores: Stores
     broker: MemoryBroker | None
-    """None where RabbitMQ is the queue."""
+    """None where the queue is not embedded."""
     sidecar: Worker
+    neighbours: Neighbours
 
 
 class _Publisher:
@@ -154,12 +171,21 @@ class _Publisher:
             raise TransportLost(self._listener.link_reason or "the connection was just lost")
         await transport.publish(body, message_id=message_id)
 
+    async def backlog(self) -> Backlog:
+        """What waits, as that session sees it."""
+        transport = self._listener.transport
+        if transport is None:
+            raise TransportLost(self._listener.link_reason or "the connection was just lost")
+        return await transport.backlog()
+
 
 def _with_defaults(settings: Settings, console: Console) -> Settings:
     """What suits a developer's machine where the environment says nothing: loopback, a free port, several slots."""
-    rabbitmq, ops = settings.rabbitmq, settings.ops
+    rabbitmq, streams, ops = settings.rabbitmq, settings.streams, settings.ops
     if "prefetch" not in rabbitmq.model_fields_set:
         rabbitmq = rabbitmq.model_copy(update={"prefetch": SLOTS})
+    if "concurrency" not in streams.model_fields_set:
+        streams = streams.model_copy(update={"concurrency": SLOTS})
     if "host" not in ops.model_fields_set:
         ops = ops.model_copy(update={"host": LOOPBACK})
     if ops.port and (why := _cannot_listen(ops.host, ops.port)) is not None:
@@ -170,7 +196,7 @@ def _with_defaults(settings: Settings, console: Console) -> Settings:
         free = _free_port(ops.host)
         console.print(f"Port {ops.port} is taken; the worker's own page is on {free} instead (WORKER_HTTP_PORT)")
         ops = ops.model_copy(update={"port": free})
-    return settings.model_copy(update={"rabbitmq": rabbitmq, "ops": ops})
+    return settings.model_copy(update={"rabbitmq": rabbitmq, "streams": streams, "ops": ops})
 
 
 def _cannot_listen(host: str, port: int) -> str | None:
@@ -235,19 +261,41 @@ class _Models(msgspec.Struct):
 
 async def _parts(settings: Settings, outside: Outside, stack: AsyncExitStack) -> _Parts:
     """Queue and store, embedded unless the environment names others, and the worker between them."""
-    if settings.redis.given:
+    memory, opened, link = None, None, None
+    if settings.redis.given or settings.over_streams:
         stores = await stack.enter_async_context(redis_stores(settings))
     else:
-        store = MemoryStore(now=outside.now, lease_s=settings.redis.claim_lease_s, ttl_s=settings.redis.response_ttl_s)
-        stores = Stores(results=store, outbox=store)
+        memory = MemoryStore(now=outside.now, lease_s=settings.redis.claim_lease_s, ttl_s=settings.redis.response_ttl_s)
+        stores = Stores(results=memory, outbox=memory, fleet=MemoryFleet(now=outside.now))
     broker = None
     if settings.transport.kind == "memory" or not (settings.rabbitmq.given or settings.transport.given):
         broker = MemoryBroker(store=stores.results, now=outside.now, queue=settings.identity.request_queue)
-    opened = broker.connect if broker is not None else None
+        opened = broker.connect
     sidecar = await stack.enter_async_context(
         worker(settings, outside, stores=stores, connect=None if opened is None else lambda _store, _metrics: opened)
     )
-    return _Parts(settings=settings, stores=stores, broker=broker, sidecar=sidecar)
+    book: JobBook
+    hooks: HookBook
+    if memory is None:
+        book, hooks, link = await redis_books(settings, outside, stack)
+    else:
+        book = memory_book = MemoryJobBook(memory, ttl_s=settings.redis.response_ttl_s, now=outside.now)
+        hooks = MemoryHookBook(memory_book, memory, now=outside.now)
+    intake: Intake
+    if settings.over_streams and link is not None:
+        intake = stream_intake(settings, outside, link)
+    else:
+        publisher = _Publisher(sidecar)
+        intake = ConfirmedIntake(book, publisher, publisher.backlog)
+    neighbours = Neighbours(
+        intake=intake,
+        book=book,
+        hooks=hooks,
+        results=stores.results,
+        fleet=stores.fleet,
+        dead=reach_of(settings, outside.now, broker=broker, store=memory),
+    )
+    return _Parts(settings=settings, stores=stores, broker=broker, sidecar=sidecar, neighbours=neighbours)
 
 
 @asynccontextmanager
@@ -262,19 +310,29 @@ async def _working(sidecar: Worker) -> AsyncGenerator[None, None]:
             over.set()
 
 
-async def _open_intake(settings: Settings, jobs: Jobs, stack: AsyncExitStack, console: Console) -> str:
+async def _open_intake(
+    settings: Settings, gateway: Assembled, keys: KeyFile | None, stack: AsyncExitStack, console: Console
+) -> str:
     """The intake's URL, as one reaches it from here."""
-    host, port = settings.gateway.host, settings.gateway.port
-    web = app(jobs)
+    host, port, web, stopping = settings.gateway.host, settings.gateway.port, gateway.web, gateway.jobs.stopping
+    if keys is None and not is_loopback(host):
+        host = listening_host(settings, keys)
     try:
-        url = await stack.enter_async_context(serving(web, host, port, jobs.stopping))
+        url = await stack.enter_async_context(serving(web, host, port, stopping))
     except OSError as exc:
         taken = isinstance(exc.__cause__, OSError) and exc.__cause__.errno == errno.EADDRINUSE
         if not taken or "port" in settings.gateway.model_fields_set:
             raise
-        url = await stack.enter_async_context(serving(web, host, 0, jobs.stopping))
+        url = await stack.enter_async_context(serving(web, host, 0, stopping))
         console.print(f"Port {port} is taken; the HTTP intake is on {url.rpartition(':')[2]} instead (GATEWAY_PORT)")
     return url.replace("//0.0.0.0:", f"//{LOOPBACK}:").replace("//[::]:", "//[::1]:")
+
+
+async def _linked(sidecar: Worker) -> None:
+    """Give the worker a moment to connect: its session is the intake's, too, and a first look would miss it."""
+    until = asyncio.get_running_loop().time() + LINK_S
+    while sidecar.listener.transport is None and asyncio.get_running_loop().time() < until:
+        await asyncio.sleep(0.01)
 
 
 async def _ready(sidecar: Worker, stop: asyncio.Event, console: Console) -> bool:
@@ -306,44 +364,55 @@ def _what_is_missing(sidecar: Worker) -> str:
 # ---------------------------------------------------------------- what is said once
 
 
-def _say_where(settings: Settings, parts: _Parts, view: "_View", console: Console, *, mocked: bool) -> None:
-    rabbitmq, redis, model, ops = settings.rabbitmq, settings.redis, settings.model, settings.ops
+def _say_where(
+    settings: Settings, parts: _Parts, keys: KeyFile | None, view: "_View", console: Console, *, mocked: bool
+) -> None:
+    redis, model, ops = settings.redis, settings.model, settings.ops
     table = Table.grid(padding=(0, 2))
     embedded = "embedded, gone when this process ends"
-    queue = embedded if parts.broker is not None else f"{rabbitmq.address}, queue {settings.identity.request_queue}"
+    queue = embedded if parts.broker is not None else f"{settings.queue_address}, queue {settings.queue}"
     asked = without_user(model.url_now())
     rows = (
         ("HTTP intake", f"{view.url}/v1/jobs"),
+        ("for OpenAI", f"{view.url}/v1"),
         ("queue", queue),
-        ("results", redis.address if redis.given else embedded),
+        ("results", redis.address if redis.given or settings.over_streams else embedded),
         ("model", f"{view.model} at {asked}{' (a mock: it says back what it is told)' if mocked else ''}"),
         (
             "worker",
-            f"{rabbitmq.prefetch} requests at a time" + (f", http://{ops.host}:{ops.port}/status" if ops.port else ""),
+            f"{settings.slots} requests at a time" + (f", http://{ops.host}:{ops.port}/status" if ops.port else ""),
         ),
     )
     for name, value in rows:
         table.add_row(Text(name, style="dim"), Text(value))
     console.print(table)
-    open_to_others = [
+    others = [
         name
         for name, host, on in (
-            ("GATEWAY_HOST", settings.gateway.host, True),
+            ("GATEWAY_HOST", settings.gateway.host, keys is not None),
             ("WORKER_HTTP_HOST", ops.host, bool(ops.port)),
         )
-        if on and host not in (LOOPBACK, "localhost", "::1")
+        if on and not is_loopback(host)
     ]
-    if open_to_others:
+    if keys is not None:
+        console.print("An API key of GATEWAY_API_KEYS_FILE is needed", style="dim")
+    elif not is_loopback(settings.gateway.host):
         console.print(
-            f"Reachable from other machines ({', '.join(open_to_others)}), and nobody is asked who they are",
+            "GATEWAY_HOST has no effect: without GATEWAY_API_KEYS_FILE nobody is asked who he is, and this machine "
+            "alone is listened to",
             style="yellow",
         )
+    if others:
+        console.print(f"Reachable from other machines ({', '.join(others)})", style="yellow")
     else:
         console.print("Reachable from this machine alone", style="dim")
 
 
-def _say_how(view: "_View", infer_path: str, console: Console) -> None:
+def _say_how(view: "_View", infer_path: str, keys: KeyFile | None, console: Console) -> None:
     """Commands to copy; each line is printed as it is, however narrow the terminal."""
+    if keys is not None:
+        console.print("Send one yourself with an API key: docs/gateway.md", style="bold")
+        return
     payload = sample_payload(infer_path, view.model, "Hello, queue", stream=False)
     console.print("\nSend one yourself:\n", style="bold")
     for line in curl_lines(view.url, payload):
@@ -534,7 +603,8 @@ class _View:
         """One line for the end."""
         now, broker = self._count(), self._parts.broker
         if broker is None:
-            left = "what was queued is in RabbitMQ"
+            kept_in = "Redis" if self._parts.settings.over_streams else "RabbitMQ"
+            left = f"what was queued is in {kept_in}"
         else:
             lost = len(broker.ready) + broker.delayed
             left = (
@@ -643,11 +713,3 @@ class _Above(io.StringIO):
 
     def isatty(self) -> bool:
         return True
-
-
-def _only(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What is in a group of one, so that the doors see what it is."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error

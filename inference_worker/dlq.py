@@ -1,7 +1,7 @@
 """The dead letters: what each one is, which are meant, and how one is put back or removed.
 
 A replay is a new submission: the failed result and the claim go, a confirmed copy follows, then the letter is taken
-away, in this order; after a stop at any point the letter is there or its copy is.
+away, in this order, or all in one step; after a stop at any point the letter is there or its copy is.
 Not here: what is printed (`dlq_command`).
 """
 
@@ -10,29 +10,51 @@ import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Final, Literal, Protocol
+from typing import Final, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
 from inference_worker.errors import StoreUnavailable
-from inference_worker.messages import KnownReply, usable_id
+from inference_worker.messages import LONGEST_TIMEOUT_S, KnownReply, usable_id
 from inference_worker.results.redis import ReplayRefused
-from inference_worker.rmq_dead_letters import Letter, NotPutBack
+from inference_worker.rmq_dead_letters import NotPutBack
 from inference_worker.timing import stopped_within
 
 MOST_LOOKED_AT: Final = 100_000
 """Letters held at once by one command; what lies beyond them is not looked at."""
 
 
-class Letters(Protocol):
-    """The queue: `rmq_dead_letters.DeadLetters`."""
+class Letter(Protocol):
+    """A dead letter: `rmq_dead_letters.Letter`, `stream_dead_letters.StreamLetter`."""
 
-    ready: int
+    @property
+    def body(self) -> bytes: ...
+    @property
+    def headers(self) -> Mapping[str, object]: ...
+    @property
+    def deaths(self) -> Sequence[Mapping[str, object]]: ...
+    @property
+    def origin(self) -> str | None: ...
+    @property
+    def message_id(self) -> str | None: ...
 
-    async def next(self) -> Letter | None: ...
+
+L = TypeVar("L", bound=Letter)
+
+
+class Letters(Protocol[L]):
+    """The queue of them: `rmq_dead_letters.DeadLetters`, `stream_dead_letters.StreamDeadLetters`."""
+
+    @property
+    def at_once(self) -> bool:
+        """Whether `put_back` also makes room for the new run and takes the letter away, in one step."""
+
+    @property
+    def ready(self) -> int: ...
+    async def next(self) -> L | None: ...
     async def has_queue(self, name: str) -> bool: ...
-    async def put_back(self, letter: Letter, body: bytes, queue: str) -> None: ...
-    async def take_away(self, letter: Letter) -> None: ...
+    async def put_back(self, letter: L, body: bytes, queue: str) -> "NotReplayed | None": ...
+    async def take_away(self, letter: L) -> None: ...
 
 
 class Store(Protocol):
@@ -40,7 +62,7 @@ class Store(Protocol):
 
     async def known(self, request_id: str) -> KnownReply | None: ...
     async def dead_note(self, request_id: str) -> bytes | None: ...
-    async def make_room(self, request_id: str) -> ReplayRefused | None: ...
+    async def make_room(self, request_id: str, deadline: float) -> ReplayRefused | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +107,10 @@ class Filter:
     newer_than_s: float | None = None
     completed: bool = False
     """Only letters whose request has a completed result by now."""
+    marks: frozenset[str] | None = None
+    """Only those with one of these marks."""
+    skip: frozenset[str] = frozenset()
+    """None with one of these."""
 
     def fits_letter(self, letter: Letter, seen: "_Body") -> bool:
         """What can be told without the store."""
@@ -93,7 +119,12 @@ class Filter:
         request_id = seen.request_id or letter.message_id
         if self.ids and request_id not in self.ids:
             return False
+        if (self.marks is not None or self.skip) and not self._fits_mark(mark_of(letter)):
+            return False
         return self.tenant is None or seen.tenant == self.tenant
+
+    def _fits_mark(self, mark: str) -> bool:
+        return mark not in self.skip and (self.marks is None or mark in self.marks)
 
     def fits(self, dead: Dead, now: float) -> bool:
         """The rest."""
@@ -118,14 +149,11 @@ class Walk:
     store_silent: str = ""
 
 
-Act = Callable[[Dead, Letter], Awaitable[None]]
-
-
 async def walk(
-    letters: Letters,
+    letters: Letters[L],
     store: Store,
     meant: Filter,
-    act: Act,
+    act: Callable[[Dead, L], Awaitable[None]],
     *,
     now: Callable[[], float],
     stop: asyncio.Event,
@@ -134,7 +162,7 @@ async def walk(
     """Call `act` with each letter that is meant, `limit` of them at most. Letters that come meanwhile are not seen.
 
     Raises:
-        TransportLost, LookedAtTooOften
+        TransportLost, LookedAtTooOften, StoreUnavailable
     """
     seen = Walk()
     while seen.looked_at < letters.ready:
@@ -178,7 +206,7 @@ async def describe(letter: Letter, body: "_Body", store: Store) -> Dead:
         request_id=request_id,
         queue=letter.origin,
         reason=str(said or _broker_reason(letter)),
-        detail=note.detail,
+        detail=note.detail or str(letter.headers.get("x-dead-detail") or ""),
         attempts=attempts,
         status_code=status or (failed.status_code if failed is not None else None),
         died_at=died_at if died_at is not None else note.dead_at,
@@ -195,16 +223,22 @@ async def describe(letter: Letter, body: "_Body", store: Store) -> Dead:
 
 # ---------------------------------------------------------------- replay
 
+NotReplayed = Literal["completed", "running", "gone"]
 Replayed = Literal[
-    "replayed", "would replay", "completed", "running", "unreadable", "no queue", "not put back", "again"
+    "replayed", "would replay", "completed", "running", "gone", "unreadable", "no queue", "not put back", "again"
 ]
+WHY: Final[Mapping[NotReplayed, str]] = {
+    "completed": "the request has a completed result",
+    "running": "the request is running now",
+    "gone": "somebody else has put it back or removed it",
+}
 
 
 @dataclass(slots=True, kw_only=True)
-class Replay:
+class Replay(Generic[L]):
     """Puts letters back, so many a second."""
 
-    letters: Letters
+    letters: Letters[L]
     store: Store
     now: Callable[[], float]
     stop: asyncio.Event
@@ -215,7 +249,7 @@ class Replay:
     _queues: dict[str, bool] = field(default_factory=dict)
     _done: set[str] = field(default_factory=set)
 
-    async def __call__(self, dead: Dead, letter: Letter) -> tuple[Replayed, str]:
+    async def __call__(self, dead: Dead, letter: L) -> tuple[Replayed, str]:
         """Put one back; what became of it, in a word and in words.
 
         Raises:
@@ -228,8 +262,9 @@ class Replay:
             await stopped_within(self.stop, 1 / self.rate)
         return word, why
 
-    async def _put_back(self, dead: Dead, letter: Letter) -> tuple[Replayed, str]:
-        request_id, body = dead.request_id, renewed(letter.body, self.now())
+    async def _put_back(self, dead: Dead, letter: L) -> tuple[Replayed, str]:
+        now = self.now()
+        request_id, body = dead.request_id, renewed(letter.body, now)
         if body is None or request_id is None or _body(letter.body).request_id != request_id:
             return "unreadable", "it is no JSON object with a usable request_id, and would be refused again"
         if request_id in self._done:
@@ -238,23 +273,23 @@ class Replay:
         if queue is None or not await self._exists(queue):
             return "no queue", f"the queue that it died in, {queue or 'which it does not name'}, does not exist"
         if dead.result == "completed":
-            return "completed", "the request has a completed result"
+            return "completed", WHY["completed"]
         if self.dry_run:
             self._done.add(request_id)
             return "would replay", ""
-        match await self.store.make_room(request_id):
-            case "completed":
-                return "completed", "the request has a completed result"
-            case "running":
-                return "running", "the request is running now"
-            case None:
-                pass
+        refused: NotReplayed | None = None
+        if not self.letters.at_once:
+            refused = await self.store.make_room(request_id, now + min(dead.timeout_s or 0.0, LONGEST_TIMEOUT_S))
         try:
-            await self.letters.put_back(letter, body, queue)
+            if refused is None:
+                refused = await self.letters.put_back(letter, body, queue)
         except NotPutBack as exc:
             return "not put back", f"{exc}; the letter is still here, replay it again"
+        if refused is not None:
+            return refused, WHY[refused]
         self._done.add(request_id)
-        await self.letters.take_away(letter)
+        if not self.letters.at_once:
+            await self.letters.take_away(letter)
         return "replayed", ""
 
     async def _exists(self, queue: str) -> bool:
@@ -274,9 +309,24 @@ def renewed(body: bytes, now: float) -> bytes | None:
     return msgspec.json.encode(fields)
 
 
-def mark_of(letter: Letter) -> bytes:
+def mark_of(letter: Letter) -> str:
     """What a letter is recognised by from one walk to the next."""
-    return hashlib.blake2b(letter.body + (letter.message_id or "").encode(), digest_size=16).digest()
+    return hashlib.blake2b(letter.body + (letter.message_id or "").encode(), digest_size=16).hexdigest()
+
+
+def plain(value: object) -> object:
+    """A header as JSON can have it."""
+    match value:
+        case dict():
+            return {str(name): plain(one) for name, one in value.items()}
+        case list():
+            return [plain(one) for one in value]
+        case datetime():
+            return value.isoformat()
+        case str() | int() | float() | None:
+            return value
+        case _:
+            return str(value)
 
 
 # ---------------------------------------------------------------- reading a letter

@@ -1,35 +1,25 @@
 """The `dlq` command: lists, shows, replays and purges dead letters, and says what it did."""
 
 import asyncio
-import os
+import math
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Final, Literal
-
-import msgspec
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typing import Final, Literal, Protocol
 
 from inference_worker.config.settings import Settings
-from inference_worker.dlq import Act, Dead, Filter, Replay, Walk, mark_of, walk
+from inference_worker.dlq import Dead, Filter, Letter, Replay, Store, Walk, mark_of, plain, walk
+from inference_worker.dlq_reach import AnyLetters, reach_of
+from inference_worker.dlq_remote import MOST_AT_ONCE, RemoteDeadLetters, remote
+from inference_worker.dlq_saying import Saying
 from inference_worker.errors import ConfigurationError, StoreUnavailable, TransportLost
-from inference_worker.redis_scripts import RedisLink, RedisTls
-from inference_worker.results.redis import RedisStore
-from inference_worker.rmq_dead_letters import (
-    DeadLetters,
-    Letter,
-    LookedAtTooOften,
-    NoDeadLetterQueue,
-    open_dead_letters,
-)
-from inference_worker.timing import first_of
+from inference_worker.rmq_dead_letters import LookedAtTooOften, NoDeadLetterQueue
+from inference_worker.timing import stopped_within
 
-PLAIN_COLUMNS: Final = 160
-MOST_SHOWN_BYTES: Final = 4000
+OURS: Final = "this queue"
+"""Whose letters are meant over HTTP, where the gateway knows the queue's name and we do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +40,8 @@ class DlqOptions:
     rate: float = 10.0
     dry_run: bool = False
     yes: bool = False
+    url: str | None = None
+    """Of a gateway; None for the broker and Redis of the settings."""
 
     def filter(self, queue: str) -> Filter:
         return Filter(
@@ -79,7 +71,11 @@ async def run_dlq(settings: Settings, options: DlqOptions, now: Callable[[], flo
         raise ConfigurationError(
             (f"dlq {options.do}: say which: ids, --reason, --tenant, --older-than, --newer-than, or --everything",)
         )
-    command = _Command(settings, options, now, stop)
+    command: Command
+    if options.url is None:
+        command = _Direct(settings, options, now, stop)
+    else:
+        command = _OverHttp(settings, options, options.url, stop)
     try:
         match options.do:
             case "list":
@@ -92,63 +88,53 @@ async def run_dlq(settings: Settings, options: DlqOptions, now: Callable[[], flo
                 return await command.purge()
     except (TransportLost, StoreUnavailable, LookedAtTooOften) as exc:
         print(f"{type(exc).__name__}: {exc}", file=sys.stderr)
-        print("nothing is lost: what was held goes back to the dead letters", file=sys.stderr)
+        print("nothing is lost: what was not put back is still a dead letter", file=sys.stderr)
         return 1
     except NoDeadLetterQueue as exc:
         print(exc, file=sys.stderr)
         return 1
 
 
-class _Command:
+class Command(Protocol):
+    """The four of them; each returns the exit code."""
+
+    async def list_all(self) -> int: ...
+    async def show(self) -> int: ...
+    async def replay(self) -> int: ...
+    async def purge(self) -> int: ...
+
+
+class _Direct:
+    """Over the broker and Redis."""
+
     def __init__(self, settings: Settings, options: DlqOptions, now: Callable[[], float], stop: asyncio.Event) -> None:
-        self._settings = settings
         self._options = options
         self._now = now
         self._stop = stop
-        self._meant = options.filter(settings.identity.request_queue)
-        self._console = Console(highlight=False, soft_wrap=True)
-        if not self._console.is_terminal:
-            self._console = Console(highlight=False, soft_wrap=True, width=PLAIN_COLUMNS)
+        self._reach = reach_of(settings, now)
+        self._meant = options.filter(settings.queue)
+        source = settings.streams.dead_letters if settings.over_streams else settings.rabbitmq.dlq
+        self._said = Saying(source, stop, as_json=options.json, with_queue=options.all_deployments)
 
     async def list_all(self) -> int:
-        found: list[Dead] = []
-
         async def note(dead: Dead, _: Letter) -> None:
-            if self._options.json:
-                _print_json(dead.as_json())
-            else:
-                found.append(dead)
+            self._said.found(dead)
 
         async with self._reach() as (letters, store):
             seen = await self._walk(letters, store, note)
-        if not self._options.json:
-            if found:
-                self._console.print(self._table(found))
-            self._console.print(self._summary(seen))
-        self._say_silent(seen)
+        self._said.listed(seen)
         return 0
 
     async def show(self) -> int:
         async def print_one(dead: Dead, letter: Letter) -> None:
-            headers = {name: _plain(value) for name, value in letter.headers.items()}
-            shown = {**dead.as_json(), "headers": headers}
-            if self._options.json:
-                _print_json({**shown, "body": letter.body.decode(errors="replace")})
-                return
-            for name, value in shown.items():
-                if name in ("died_at", "received_at") and isinstance(value, float):
-                    value = _when(value)
-                if value is not None and value != "":
-                    self._console.out(f"{name:<12} {value}", highlight=False)
-            text = letter.body[:MOST_SHOWN_BYTES].decode(errors="replace")
-            cut = " …" if len(letter.body) > MOST_SHOWN_BYTES else ""
-            self._console.out(f"{'body':<12} {text}{cut}\n", highlight=False)
+            headers = {name: plain(value) for name, value in letter.headers.items()}
+            self._said.show({**dead.as_json(), "headers": headers}, letter.body.decode(errors="replace"))
 
         async with self._reach() as (letters, store):
             seen = await self._walk(letters, store, print_one)
-        self._say_silent(seen)
+        self._said.say_silent(seen)
         if seen.matched == 0:
-            print(self._summary(seen), file=sys.stderr)
+            print(self._said.summary(seen), file=sys.stderr)
             return 1
         return 0
 
@@ -165,30 +151,28 @@ class _Command:
 
             async def one(dead: Dead, letter: Letter) -> None:
                 word, why = await put_back(dead, letter)
-                self._say(dead, word, why)
+                self._said.say(dead.request_id, word, why)
 
             seen = await self._walk(letters, store, one)
-        counts = ", ".join(f"{count} {word}" for word, count in put_back.outcomes.items()) or "none"
-        self._end(f"{counts}; {self._summary(seen)}", {"outcomes": put_back.outcomes, "looked_at": seen.looked_at})
-        self._say_silent(seen)
-        good = put_back.outcomes.keys() <= {"replayed", "would replay"}
-        return 0 if good and (not self._options.ids or seen.matched) else 1
+        outcomes = {str(word): count for word, count in put_back.outcomes.items()}
+        self._said.replayed(outcomes, seen)
+        return _replayed_well(self._options, outcomes, seen.matched)
 
     async def purge(self) -> int:
         """Count, ask, and remove what was counted: a letter that came meanwhile was not asked about."""
-        counted: set[bytes] = set()
+        counted: set[str] = set()
 
         async def count(dead: Dead, letter: Letter) -> None:
             counted.add(mark_of(letter))
             if self._options.dry_run:
-                self._say(dead, "would purge", "")
+                self._said.say(dead.request_id, "would purge", "")
 
         async with self._reach() as (letters, store):
             seen = await self._walk(letters, store, count)
         if self._options.dry_run or not counted:
-            self._end(f"{seen.matched} would be purged; {self._summary(seen)}", {"would_purge": seen.matched})
+            self._said.end(f"{seen.matched} would be purged; {self._said.summary(seen)}", {"would_purge": seen.matched})
             return 0
-        if not self._options.yes and not await self._agreed(seen):
+        if not self._options.yes and not await self._said.agreed(seen):
             print("nothing was purged", file=sys.stderr)
             return 1
         purged = 0
@@ -200,42 +184,15 @@ class _Command:
                 if mark_of(letter) in counted:
                     await letters.take_away(letter)
                     purged += 1
-                    self._say(dead, "purged", "")
+                    self._said.say(dead.request_id, "purged", "")
 
             await self._walk(letters, store, remove)
-        self._end(f"{purged} purged", {"purged": purged})
+        self._said.end(f"{purged} purged", {"purged": purged})
         return 0 if purged == seen.matched else 1
-
-    async def _agreed(self, seen: Walk) -> bool:
-        if not sys.stdin.isatty():
-            raise ConfigurationError(("dlq purge: nobody can be asked here; --yes says that it is meant",))
-        question = f"Remove {seen.matched} dead letters of {self._settings.rabbitmq.dlq} for good? Type yes: "
-        print(question, end="", file=sys.stderr, flush=True)
-        return await _typed(self._stop) == "yes"
 
     # ------------------------------------------------------------ reaching, walking
 
-    @asynccontextmanager
-    async def _reach(self) -> AsyncGenerator[tuple[DeadLetters, RedisStore], None]:
-        settings = self._settings
-        identity, redis, tls = settings.identity, settings.redis, settings.tls
-        shown = "".join(c if "!" <= c <= "~" else "_" for c in f"inference-worker/{identity.deployment_id}/dlq")[:200]
-        files = RedisTls(ca_file=tls.ca_file, cert_file=tls.cert_file, key_file=tls.key_file)
-        link = RedisLink(redis.url_now, lambda: None, client_name=shown, tls=files)
-        async with link.open():
-            store = RedisStore(
-                link,
-                deployment_id=identity.deployment_id,
-                replica_id="dlq",
-                lease_s=redis.claim_lease_s,
-                ttl_s=redis.response_ttl_s,
-            )
-            async with open_dead_letters(
-                settings.rabbitmq.url_now(), settings.rabbitmq.dlq, name=shown, tls=tls.context()
-            ) as letters:
-                yield letters, store
-
-    async def _walk(self, letters: DeadLetters, store: RedisStore, act: Act) -> Walk:
+    async def _walk(self, letters: AnyLetters, store: Store, act: Callable[[Dead, Letter], Awaitable[None]]) -> Walk:
         return await walk(
             letters,
             store,
@@ -246,80 +203,109 @@ class _Command:
             limit=self._options.limit,
         )
 
-    # ------------------------------------------------------------ saying
 
-    def _table(self, found: list[Dead]) -> Table:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        headings = ["request", "reason", "tried", "status", "died", "result", "tenant"]
-        for heading in [*headings, *(["queue"] if self._options.all_deployments else [])]:
-            table.add_column(heading, no_wrap=True, justify="right" if heading in ("tried", "status") else "left")
+class _OverHttp:
+    """Over a gateway, in as many questions as it takes."""
+
+    def __init__(self, settings: Settings, options: DlqOptions, url: str, stop: asyncio.Event) -> None:
+        self._settings = settings
+        self._options = options
+        self._url = url
+        self._stop = stop
+        self._meant = options.filter(OURS)
+        self._said = Saying(url, stop, as_json=options.json, with_queue=options.all_deployments)
+
+    async def list_all(self) -> int:
+        async with self._gateway() as there:
+            found, seen = await there.listed(self._meant, self._options.limit)
         for dead in found:
-            cells = [
-                dead.request_id or "–",
-                dead.reason,
-                "–" if dead.attempts is None else str(dead.attempts),
-                "–" if dead.status_code is None else str(dead.status_code),
-                "–" if dead.died_at is None else _when(dead.died_at),
-                dead.result or "none",
-                dead.tenant or "–",
-            ]
-            if self._options.all_deployments:
-                cells.append(dead.queue or "–")
-            table.add_row(*(Text(cell) for cell in cells))
-        return table
+            self._said.found(dead)
+        self._said.listed(seen)
+        return 0
 
-    def _summary(self, seen: Walk) -> str:
-        more = "; there are more" if seen.more else ""
-        return f"{seen.matched} of {seen.looked_at} dead letters in {self._settings.rabbitmq.dlq}{more}"
+    async def show(self) -> int:
+        shown = 0
+        async with self._gateway() as there:
+            ids = sorted(self._options.ids)
+            if not ids:
+                found, _ = await there.listed(self._meant, self._options.limit)
+                ids = list(dict.fromkeys(dead.request_id for dead in found if dead.request_id is not None))
+            for request_id in ids:
+                for letter in await there.show(request_id):
+                    shown += 1
+                    self._said.show({**letter, "body": "", "mark": ""}, letter["body"])
+        return 0 if shown else 1
 
-    def _say(self, dead: Dead, word: str, why: str) -> None:
-        if self._options.json:
-            _print_json({"request_id": dead.request_id, "outcome": word, "why": why})
-        else:
-            self._console.print(Text(f"{dead.request_id or '–'}: {word}{f': {why}' if why else ''}"))
+    async def replay(self) -> int:
+        """So many a second: as many at once, then a pause. What was not put back is not asked for again."""
+        outcomes, total, skip = Counter[str](), Walk(), list[str]()
+        dry_run, rate = self._options.dry_run, self._options.rate
+        at_once = MOST_AT_ONCE if dry_run or rate == 0 else max(1, min(math.ceil(rate), MOST_AT_ONCE))
+        async with self._gateway() as there:
+            while not self._stop.is_set() and (left := self._left(total.matched)) > 0:
+                limit = min(at_once, left)
+                done, seen = await there.do("replay", self._meant, limit=limit, dry_run=dry_run, skip=skip)
+                for one in done:
+                    outcomes[one.outcome] += 1
+                    self._said.say(one.request_id, one.outcome, one.why)
+                skip += [one.mark for one in done if one.outcome != "replayed"]
+                _add(total, seen)
+                if not done or not seen.more:
+                    break
+                if rate > 0 and not dry_run:
+                    await stopped_within(self._stop, len(done) / rate)
+        self._said.replayed(outcomes, total)
+        return _replayed_well(self._options, outcomes, total.matched)
 
-    def _end(self, text: str, counts: dict[str, object]) -> None:
-        if self._options.json:
-            _print_json(counts)
-        else:
-            self._console.print(Text(text))
+    async def purge(self) -> int:
+        """Count, ask, and remove what was counted: a letter that came meanwhile was not asked about."""
+        marks, total = list[str](), Walk()
+        async with self._gateway() as there:
+            while not self._stop.is_set() and (left := self._left(total.matched)) > 0:
+                done, seen = await there.do("purge", self._meant, limit=left, dry_run=True, skip=marks)
+                marks += [one.mark for one in done]
+                _add(total, seen)
+                if self._options.dry_run:
+                    for one in done:
+                        self._said.say(one.request_id, one.outcome, one.why)
+                if not done or not seen.more:
+                    break
+        if self._options.dry_run or not marks:
+            said = f"{total.matched} would be purged; {self._said.summary(total)}"
+            self._said.end(said, {"would_purge": total.matched})
+            return 0
+        if not self._options.yes and not await self._said.agreed(total):
+            print("nothing was purged", file=sys.stderr)
+            return 1
+        purged = 0
+        async with self._gateway() as there:
+            for start in range(0, len(marks), MOST_AT_ONCE):
+                some = marks[start : start + MOST_AT_ONCE]
+                done, _ = await there.do("purge", self._meant, limit=MOST_AT_ONCE, marks=some)
+                for one in done:
+                    self._said.say(one.request_id, one.outcome, one.why)
+                purged += len(done)
+        self._said.end(f"{purged} purged", {"purged": purged})
+        return 0 if purged == total.matched else 1
 
-    def _say_silent(self, seen: Walk) -> None:
-        if seen.store_silent:
-            print(
-                f"Redis could not be asked, so that results and notes are missing: {seen.store_silent}", file=sys.stderr
-            )
+    def _left(self, matched: int) -> int:
+        return MOST_AT_ONCE if self._options.limit is None else self._options.limit - matched
+
+    @asynccontextmanager
+    async def _gateway(self) -> AsyncGenerator[RemoteDeadLetters, None]:
+        context = self._settings.tls.context()
+        verify = True if context is None else context
+        async with remote(self._url, self._settings.caller.api_key_now(), verify) as there:
+            yield there
 
 
-async def _typed(stop: asyncio.Event) -> str:
-    """A line from the terminal; nothing after Ctrl-C, which a blocking read would not hear of."""
-    loop, fd, readable = asyncio.get_running_loop(), sys.stdin.fileno(), asyncio.Event()
-    loop.add_reader(fd, readable.set)
-    try:
-        await first_of(readable, stop)
-    finally:
-        loop.remove_reader(fd)
-    return os.read(fd, 1000).decode(errors="replace").strip() if readable.is_set() else ""
+def _add(total: Walk, seen: Walk) -> None:
+    total.looked_at = max(total.looked_at, seen.looked_at)
+    total.matched += seen.matched
+    total.more = seen.more
+    total.store_silent = total.store_silent or seen.store_silent
 
 
-def _print_json(value: object) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(value) + b"\n")
-    sys.stdout.buffer.flush()
-
-
-def _when(unix_s: float) -> str:
-    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
-
-
-def _plain(value: object) -> object:
-    match value:
-        case dict():
-            return {str(name): _plain(one) for name, one in value.items()}
-        case list():
-            return [_plain(one) for one in value]
-        case datetime():
-            return value.isoformat()
-        case str() | int() | float() | None:
-            return value
-        case _:
-            return str(value)
+def _replayed_well(options: DlqOptions, outcomes: Mapping[str, int], matched: int) -> int:
+    good = outcomes.keys() <= {"replayed", "would replay"}
+    return 0 if good and (not options.ids or matched) else 1

@@ -25,9 +25,9 @@ from inference_worker.ports import Backlog, LinkState
 PREFIX: Final = "inference_worker"
 
 Peer = Literal["broker", "store", "model"]
-Suspension = Literal["model", "store", "memory", "operator", "kept", "breaker"]
-"""Why consuming is stopped: the model or the store is unfit, memory is full, an operator said so, answers are kept, or
-the model fails everything although it says that it is healthy."""
+Suspension = Literal["model", "store", "memory", "operator", "kept", "breaker", "scale"]
+"""Why consuming is stopped: the model or the store is unfit, memory is full, an operator said so, answers are kept, the
+model fails everything although it says that it is healthy, or fewer replicas are wanted than there are."""
 Sink = Literal["metrics", "billing"]
 PublishFailure = Literal["returned", "unconfirmed"]
 EventFate = Literal["sent", "refused"]

@@ -82,6 +82,9 @@ class Letter:
 class DeadLetters:
     """One session with the queue. Leaving `open_dead_letters` gives back all that was not taken away."""
 
+    at_once: Final = False
+    """A copy and its letter are two messages here."""
+
     def __init__(self, connection: Connection, channel: RawChannel, publisher: Publisher, queue: str) -> None:
         self._connection = connection
         self._channel = channel

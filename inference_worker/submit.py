@@ -140,7 +140,7 @@ def _new_state(
         lines=checked.lines,
         output=STDOUT if options.output in (None, STDOUT) else absolute(str(options.output)),
         url=options.url,
-        deployment_id=None if options.url is not None else settings.identity.deployment_id,
+        deployment_id=None if options.url is not None else _queue(settings),
         timeout_s=options.timeout_s,
     )
 
@@ -277,7 +277,15 @@ async def client_of(settings: Settings, url: str | None) -> AsyncGenerator[Clien
     tls = settings.tls
     if url is not None:
         context = tls.context()
-        made = Client.http(url, verify=True if context is None else context)
+        made = Client.http(url, api_key=settings.caller.api_key_now(), verify=True if context is None else context)
+    elif settings.over_streams:
+        made = Client.streams(
+            redis_url=settings.redis.url_now,
+            stream=settings.streams.stream,
+            response_ttl_s=settings.redis.response_ttl_s,
+            name="submit",
+            redis_tls=RedisTls(ca_file=tls.ca_file, cert_file=tls.cert_file, key_file=tls.key_file),
+        )
     else:
         made = Client.direct(
             rabbitmq_url=settings.rabbitmq.url_now,
@@ -300,10 +308,14 @@ def _endpoints(settings: Settings) -> tuple[str, ...]:
 def _same_way(settings: Settings, options: SubmitOptions, state: State) -> None:
     if options.url is not None and options.url != state.url:
         raise ConfigurationError((f"--url: this run was begun with {state.url or 'the broker'}; leave it out",))
-    if state.url is None and settings.identity.deployment_id != state.deployment_id:
-        raise ConfigurationError(
-            (f"DEPLOYMENT_ID: is {settings.identity.deployment_id!r}; the run was begun with {state.deployment_id!r}",)
-        )
+    if state.url is None and (now := _queue(settings)) != state.deployment_id:
+        name = "IWL_STREAM" if settings.over_streams else "DEPLOYMENT_ID"
+        raise ConfigurationError((f"{name}: is {now!r}; the run was begun with {state.deployment_id!r}",))
+
+
+def _queue(settings: Settings) -> str:
+    """What says into which queue a run goes."""
+    return settings.streams.stream if settings.over_streams else settings.identity.deployment_id
 
 
 async def _checked(

@@ -124,8 +124,20 @@ COMMANDS: Final = (
         "integration/test_submit.py::test_over_http_it_is_the_same",
         "integration/test_submit.py::test_dev_is_reached_by_its_url",
     ),
-    later("`gateway`: HTTP intake", "gateway"),
-    later("`scaler`: the scale signal", "scaler"),
+    proved(
+        "`gateway`: HTTP intake",
+        "integration/test_gateway.py::test_a_job_that_came_before_the_first_worker_is_run_by_it",
+        "integration/test_gateway.py::test_two_gateways_know_the_same_jobs",
+        "integration/test_gateway.py::test_sigterm_lets_those_who_wait_go_with_what_is_known",
+        "integration/test_openai_client.py::test_chat_whole_and_streamed",
+        "integration/test_schemathesis.py::test_every_answer_is_one_that_the_document_describes",
+    ),
+    proved(
+        "`scaler`: the scale signal",
+        "integration/test_scaler.py::test_the_command_runs_until_it_is_told_to_stop",
+        "integration/test_scaler.py::test_while_the_broker_cannot_be_seen_it_says_503_and_wants_nothing",
+        "unit/test_scale_view.py::test_keda_finds_a_number_at_every_documented_path",
+    ),
     later("`process`: many queues, gates, pools, tiers", "process"),
 )
 
@@ -282,7 +294,11 @@ ENVIRONMENT: Final = (
         "unit/test_settings.py::test_a_wrong_value_is_refused_in_words",
         "integration/test_configuration.py::test_every_wrong_variable_has_its_line_at_once_and_no_secret_is_printed",
     ),
-    later("`IWL_CLAIM_IDLE_MS` in the place of `CLAIM_LEASE_S`", "Redis Streams"),
+    proved(
+        "`IWL_CLAIM_IDLE_MS` in the place of `CLAIM_LEASE_S`",
+        "unit/test_settings.py::test_over_streams_its_own_variables_say_how_many_how_long_and_how_often",
+        "integration/test_redis_streams_faults.py::test_what_is_held_for_many_leases_stays_its_holders",
+    ),
 )
 
 RABBITMQ: Final = (
@@ -892,14 +908,38 @@ INTAKE: Final = (
         "unit/test_settings.py::test_dev_uses_what_is_given",
         "integration/test_dev.py::test_real_servers_take_the_place_of_the_embedded_ones_each_by_itself",
     ),
-    later("`idempotency_key`; 410 for a day after a result has gone", "gateway"),
-    later(
-        "Stream `inference:jobs`, group `workers`, dead letters `inference:dlq`, and an entry's fields", "Redis Streams"
+    proved(
+        "`idempotency_key`: same key, same job; 410 for a day after a result has gone",
+        "unit/test_gateway_submit.py::test_the_same_key_means_the_same_job_once_in_the_queue",
+        "integration/test_gateway.py::test_whenever_a_gateway_is_killed_a_key_means_one_job_that_runs_once",
+        "unit/test_gateway_jobs.py::test_a_job_whose_result_has_gone_is_gone",
+        "unit/test_gateway_jobs.py::test_a_job_of_which_nothing_can_come_any_more_is_gone_and_then_forgotten",
     ),
-    later("a failed attempt is retried here also after a model's 429 or 5xx", "Redis Streams"),
-    later(
-        "`MODEL_MODE`, `IWL_CLAIM_IDLE_MS`, `IWL_MAX_ATTEMPTS`, `IWL_MAX_QUEUE_DEPTH`, `IWL_CONCURRENCY`",
-        "Redis Streams",
+    proved(
+        "cancelled = failed 499",
+        "unit/test_gateway_submit.py::test_a_cancelled_job_is_shown_so_and_its_message_finds_the_result",
+    ),
+    proved(
+        "`IWL_MAX_QUEUE_DEPTH` 10000 (0 = off)",
+        "unit/test_gateway_submit.py::test_a_full_queue_says_when_there_should_be_room",
+        "integration/test_gateway.py::test_a_full_queue_is_a_429_with_the_time_until_there_is_room",
+    ),
+    proved(
+        "Stream `inference:jobs`, group `workers`, dead letters `inference:dlq`, and an entry's fields",
+        "integration/test_streams_tools.py::test_a_request_waits_in_a_stream_that_no_worker_has_seen",
+        "integration/test_redis_streams_faults.py::test_a_dead_letter_has_the_entry_and_what_became_of_it",
+        "integration/test_redis_streams_faults.py::test_a_copy_keeps_every_field_but_the_attempt",
+    ),
+    proved(
+        "a failed attempt is retried here also after a model's 429 or 5xx",
+        "unit/test_settings.py::test_each_transport_has_its_own_temporary_statuses",
+        "integration/test_redis_streams_kills.py::"
+        "test_a_model_that_answers_500_is_tried_as_often_as_allowed_then_dead_lettered",
+    ),
+    proved(
+        "`MODEL_MODE`, `IWL_CLAIM_IDLE_MS`, `IWL_MAX_ATTEMPTS`, `IWL_CONCURRENCY`",
+        "integration/test_streams_tools.py::test_a_worker_with_a_mock_answers_without_any_model",
+        "unit/test_settings.py::test_over_streams_its_own_variables_say_how_many_how_long_and_how_often",
     ),
 )
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-import secrets
+import random
 import threading
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -13,7 +13,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis as RedisClient
 
-from inference_worker.assembly import redis_stores
+from inference_worker.assembly import Outside
 from inference_worker.client import (
     Client,
     NoResultYet,
@@ -24,7 +24,7 @@ from inference_worker.client import (
     SyncClient,
 )
 from inference_worker.config.settings import load
-from inference_worker.gateway.jobs import Jobs, app, serving
+from inference_worker.serve_gateway import listening
 from tests.faults import model as fake
 from tests.faults import wire
 from tests.faults.model import FakeModel
@@ -47,23 +47,9 @@ def direct(env: Mapping[str, str], **options: Any) -> Client:
 @asynccontextmanager
 async def intake(w: InProcess) -> AsyncGenerator[str, None]:
     """The HTTP intake before the worker's queue and its store."""
-
-    async def publish(body: bytes, *, message_id: str) -> None:
-        transport = w.worker.listener.transport
-        assert transport is not None
-        await transport.publish(body, message_id=message_id)
-
-    async with redis_stores(load(w.env)) as stores:
-        jobs = Jobs(
-            publish=publish,
-            store=stores.results,
-            now=time.time,
-            new_id=lambda: secrets.token_hex(12),
-            infer_path="/v1/chat/completions",
-            result_ttl_s=60,
-        )
-        async with serving(app(jobs), "127.0.0.1", 0, jobs.stopping) as url:
-            yield url
+    settings = load({**w.env, "GATEWAY_PORT": "0", "REPLICA_ID": "gateway-1"}, needs="gateway")
+    async with listening(settings, Outside(now=time.time, rng=random.Random(1))) as url:
+        yield url
 
 
 async def test_a_request_is_answered_over_rabbitmq_and_redis(running_worker: RunningWorker) -> None:
@@ -321,15 +307,33 @@ async def test_over_http_it_is_the_same(running_worker: RunningWorker) -> None:
         assert result.json()["choices"][0]["message"]["content"] == "tick tock"
         with pytest.raises(NoSuchRequest):
             await client.wait("nobody", 5)
-        with pytest.raises(NotSupported, match="cannot cancel"):
-            await client.cancel(job.request_id)
+        assert await client.cancel(job.request_id) == "too late"
+        with pytest.raises(NoSuchRequest):
+            await client.cancel("nobody")
         with pytest.raises(NotSupported, match="API key"):
             await client.submit(CHAT, tenant="t")
-        with pytest.raises(NotSupported, match="takes no ids"):
-            await client.submit(CHAT, request_id="mine")
+        first = await client.submit_and_wait(CHAT, request_id="mine")
+        assert await client.submit_and_wait(CHAT, request_id="mine") == first
+        with pytest.raises(NotAccepted, match="something else"):
+            await client.submit({**CHAT, "n": 1}, request_id="mine")
         with pytest.raises(NotAccepted) as refused:
             await client.submit(CHAT, endpoint="/v1/other")
     assert refused.value.for_good
+
+
+async def test_over_http_cancelling_ends_the_call(running_worker: RunningWorker, model: FakeModel) -> None:
+    model.default = fake.ok(takes_s=60)
+    w = await running_worker()
+    async with intake(w) as url, Client.http(url) as client:
+        job = await client.submit(CHAT)
+        await model.busy()
+
+        assert await job.cancel() == "cancelled"
+
+        result = await job.wait(5)
+        assert (result.status, result.status_code, result.error_code) == ("failed", 499, "cancelled")
+        await eventually(lambda: model.in_flight == 0, within=5, what="the end of the call")
+        assert await job.cancel() == "cancelled"
 
 
 async def test_a_server_that_is_full_is_asked_again_after_the_time_that_it_names() -> None:
@@ -444,11 +448,11 @@ async def test_after_cuts_on_both_sides_nothing_is_lost_or_answered_twice(
     await system.conserved()
 
 
-async def test_a_worker_which_waits_for_no_results_has_one_connection(
+async def test_a_worker_has_one_connection_for_commands_and_one_to_be_told_of_cancellations(
     running_worker: RunningWorker, redis_client: RedisClient
 ) -> None:
     w = await running_worker()
 
     names = [str(one.get("name")) for one in await redis_client.client_list()]
 
-    assert sum(w.env["DEPLOYMENT_ID"] in name for name in names) == 1
+    assert sum(w.env["DEPLOYMENT_ID"] in name for name in names) == 2

@@ -233,6 +233,49 @@ async def test_real_servers_take_the_place_of_the_embedded_ones_each_by_itself(
         assert ("is in RabbitMQ" in last) == ("rabbitmq" in used)
 
 
+async def test_a_stream_takes_the_place_of_the_embedded_queue(
+    tmp_path: Path, redis_url: str, redis_client: RedisClient, deployment_id: str
+) -> None:
+    stream = f"{deployment_id}:jobs"
+    env = {"TRANSPORT": "redis-streams", "REDIS_URL": redis_url, "IWL_STREAM": stream}
+
+    async with dev(tmp_path, env) as process:
+        await up(process)
+
+        assert process.log.count("succeeded") == 3
+        assert f"queue {stream}" in process.log
+        assert len(await redis_client.keys("infer_resp:*")) == 3
+        assert "is in Redis" in await stopped(process)
+
+
+async def test_with_a_file_of_keys_only_who_has_one_comes_in(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    made = await asyncio.to_thread(
+        run_printed, sys.executable, "-m", "inference_worker", "gateway", "--new-key", "acme"
+    )
+    key, line = made.splitlines()[1], made.splitlines()[-1]
+    path.write_text(f'{{"keys": [{line}]}}')
+
+    async with dev(tmp_path, {"GATEWAY_API_KEYS_FILE": str(path)}) as process:
+        url = await up(process)
+        async with client() as http:
+            refused = await http.post(f"{url}/v1/jobs", json=JOB)
+            accepted = await http.post(f"{url}/v1/jobs", json=JOB, headers={"Authorization": f"Bearer {key}"})
+
+        assert (refused.status_code, accepted.status_code) == (401, 202)
+        assert "An API key" in process.log
+        await stopped(process)
+
+
+async def test_without_keys_other_machines_stay_outside_whatever_is_asked_for(tmp_path: Path) -> None:
+    async with dev(tmp_path, {"GATEWAY_HOST": "0.0.0.0"}, "--samples", "1") as process:
+        url = await up(process)
+
+        assert url.startswith("http://127.0.0.1:")
+        assert "GATEWAY_HOST has no effect" in process.log
+        await stopped(process)
+
+
 def documented(page: str, begins: str) -> list[str]:
     """The words of the command that a page of the docs shows."""
     found = re.search(rf"^```\n({begins}.*?)^```", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
@@ -248,10 +291,13 @@ async def test_the_permissions_that_the_docs_name_are_enough(
     redis = await own_redis()
     allow = [
         word.replace("PASSWORD", "secret").replace("DEPLOYMENT_ID", deployment_id)
-        for word in documented("redis.md", "ACL SETUSER")
+        for word in documented("redis.md", "ACL SETUSER worker")
     ]
+    # A `dev` is a gateway, too: its user may what both may.
+    also = [word.replace("DEPLOYMENT_ID", deployment_id) for word in documented("redis.md", "ACL SETUSER gateway")]
+    rules = also[also.index(">PASSWORD") + 1 :]
     async with RedisClient.from_url(redis.url, socket_timeout=None) as admin:
-        await admin.execute_command(*allow)  # type: ignore[no-untyped-call]  # The driver's own gap.
+        await admin.execute_command(*allow, *rules)  # type: ignore[no-untyped-call]  # The driver's own gap.
     user = f"u-{deployment_id}"
     permit = [word.replace("DEPLOYMENT_ID", deployment_id) for word in documented("rabbitmq.md", "rabbitmqctl")][1:]
     await asyncio.to_thread(rabbit.ctl, "add_user", user, "secret")

@@ -314,7 +314,9 @@ async def test_the_script_makes_room_unless_the_request_is_completed_or_running(
         await store.claim("left", 0, Token("t"), time.time() + 60)
         await store.release("left", Token("t"), floor=3)
 
-        made = {one: await store.make_room(one) for one in ("done", "spaced", "failed", "busy", "left", "new")}
+        made = {
+            one: await store.make_room(one, time.time()) for one in ("done", "spaced", "failed", "busy", "left", "new")
+        }
 
         assert made == {
             "done": "completed", "spaced": "completed", "failed": None, "busy": "running", "left": None, "new": None

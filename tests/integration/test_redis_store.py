@@ -10,8 +10,10 @@ from redis.asyncio import Redis as RedisClient
 from inference_worker.disposition import Token
 from inference_worker.ports import BelowFloor, Claimed, RunningElsewhere, Stored
 from inference_worker.redis_scripts import RedisLink, RedisTls
+from inference_worker.results.notifications import Notifications
 from inference_worker.results.redis import BILLING_GROUP, RedisOutbox, RedisStore, claim_key, result_key
 from tests.store_contract import StoreContract, failure, reply
+from tests.waiting import eventually
 
 A, B = Token("token-a"), Token("token-b")
 LEASE_S = 0.6
@@ -24,11 +26,14 @@ class RedisStoreHarness:
     lease_s = LEASE_S
     ttl_s = 1.0
 
-    def __init__(self, link: RedisLink, client: RedisClient) -> None:
+    def __init__(self, link: RedisLink, client: RedisClient, told: Notifications) -> None:
         self.link = link
         self.client = client
         self.store = RedisStore(link, deployment_id="d", replica_id="r", lease_s=LEASE_S, ttl_s=3600)
         self.short_lived = RedisStore(link, deployment_id="d", replica_id="r", lease_s=LEASE_S, ttl_s=self.ttl_s)
+        self.heeded = RedisStore(
+            link, deployment_id="d", replica_id="r", lease_s=LEASE_S, ttl_s=3600, notifications=told
+        )
         self.outbox = RedisOutbox(link, deployment_id="d", replica_id="r")
         self.other_outbox = RedisOutbox(link, deployment_id="d", replica_id="other")
 
@@ -48,8 +53,9 @@ class RedisStoreHarness:
 @pytest.fixture
 async def harness(redis_url: str, redis_client: RedisClient) -> AsyncGenerator[RedisStoreHarness]:
     link = RedisLink(lambda: redis_url, lambda: None, client_name="test", tls=RedisTls())
-    async with link.open():
-        yield RedisStoreHarness(link, redis_client)
+    told = Notifications(link, lambda: redis_url, lambda: None, client_name="test", tls=RedisTls())
+    async with link.open(), told.open():
+        yield RedisStoreHarness(link, redis_client, told)
 
 
 class TestRedisStore(StoreContract):
@@ -145,6 +151,36 @@ async def test_a_cancellation_is_announced_as_failed(harness: RedisStoreHarness)
 
     assert told is not None
     assert told["data"] == b"failed"
+
+
+async def test_a_user_that_may_not_hear_of_cancellations_is_told_of_results_all_the_same(
+    redis_url: str, redis_client: RedisClient
+) -> None:
+    """A user that was made for a worker without this channel."""
+    rules = "reset on >secret ~* &infer_resp:* +@all"
+    await redis_client.execute_command("ACL", "SETUSER", "reader", *rules.split())  # type: ignore[no-untyped-call]  # The driver's own gap.
+    url = redis_url.replace("://", "://reader:secret@")
+    link = RedisLink(lambda: url, lambda: None, client_name="test", tls=RedisTls())
+    told = Notifications(link, lambda: url, lambda: None, client_name="test", tls=RedisTls(), look_s=3600.0)
+    until = asyncio.Event()
+    try:
+        async with link.open(), told.open():
+            store = RedisStore(link, deployment_id="d", replica_id="r", lease_s=LEASE_S, ttl_s=3600, notifications=told)
+            heeding = asyncio.create_task(store.cancellations(until, lambda _: None))
+            waiting = asyncio.create_task(store.wait("a", 10.0))
+
+            async def heard() -> bool:
+                return bool((await redis_client.pubsub_numsub(result_key("a")))[0][1])
+
+            await eventually(heard, within=5.0, what="the result is subscribed to")
+            assert await store.write(reply("a"), None, A) == Stored()
+            async with asyncio.timeout(2.0):
+                assert await waiting is not None
+            assert await store.cancel(failure("b", error_code="cancelled")) == Stored(), "without the hint"
+            until.set()
+            await heeding
+    finally:
+        await redis_client.execute_command("ACL", "DELUSER", "reader")  # type: ignore[no-untyped-call]  # The driver's own gap.
 
 
 async def test_result_and_claim_share_a_slot_of_a_cluster() -> None:

@@ -236,7 +236,7 @@ async def test_over_http_it_is_the_same(running_worker: RunningWorker, tmp_path:
 
     assert (one.code, many.code) == (0, 0)
     assert [line["status"] for line in many.lines] == ["completed"] * 20
-    assert many.err.count("takes no ids of ours") == 1
+    assert "takes no ids of ours" not in many.err
     asked = [json.loads(request.body)["messages"][0]["content"] for request in w.at.model.requests]
     assert sorted(asked) == sorted(["hello", *(str(number) for number in range(20))])
 

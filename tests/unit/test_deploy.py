@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from inference_worker.config.settings import describe, load
+from inference_worker.config.settings import Settings, describe, load
 from tests.env_example import EXAMPLE, GROUPS, written
 from tests.readme_table import README
 
@@ -301,3 +301,87 @@ def test_nothing_but_what_the_image_is_made_of_is_sent_to_the_builder() -> None:
 
 def test_the_image_needs_no_frontend_from_a_registry() -> None:
     assert "# syntax=" not in (ROOT / "Dockerfile").read_text()
+
+
+# Streams over HTTP
+
+STREAMS = ROOT / "deploy" / "compose-streams" / "compose.yaml"
+WORKERS = ("worker-1", "worker-2", "worker-3")
+
+
+def streams() -> dict[str, Manifest]:
+    found: dict[str, Manifest] = yaml.safe_load(STREAMS.read_text())["services"]
+    return found
+
+
+def settings_of(service: str) -> Settings:
+    """As the container's process reads them; the defaults of Compose's own variables put in."""
+    environ = {name: default_of(str(value)) for name, value in streams()[service]["environment"].items()}
+    environ.pop("GATEWAY_API_KEYS_FILE", None)
+    return load(environ, needs={"gateway": "gateway", "scaler": "scaler"}.get(service, "run"))  # type: ignore[arg-type]  # They are three of the literals.
+
+
+@pytest.mark.parametrize("service", [*WORKERS, "gateway", "scaler"])
+def test_the_streams_services_set_variables_that_exist_and_find_the_same_queue(service: str) -> None:
+    assert streams()[service]["environment"].keys() - KNOWN == set()
+    settings = settings_of(service)
+    assert (settings.transport.kind, settings.queue) == ("redis-streams", "inference:jobs")
+    assert settings.redis.address == settings_of("worker-1").redis.address
+
+
+@pytest.mark.parametrize("service", [*WORKERS, "gateway", "scaler"])
+def test_the_streams_services_may_do_nothing_that_they_need_not(service: str) -> None:
+    spec = streams()[service]
+
+    assert spec["read_only"] is True
+    assert spec["cap_drop"] == ["ALL"]
+    assert spec["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_each_streams_worker_is_called_as_the_scaler_counts() -> None:
+    """`worker-N` idles by its number; a gap, or more of them than the scaler may want, would idle for ever."""
+    replicas = [settings_of(service).identity.replica_id for service in WORKERS]
+
+    assert replicas == [f"worker-{number + 1}" for number in range(settings_of("scaler").scale.most)]
+    assert {service for service in streams() if service.startswith("worker")} == set(WORKERS)
+
+
+@pytest.mark.parametrize("service", WORKERS)
+def test_compose_waits_longer_than_a_streams_worker_takes_to_stop(service: str) -> None:
+    waits_s = seconds(default_of(streams()[service]["stop_grace_period"]))
+
+    assert waits_s > settings_of(service).ops.shutdown_grace_s + STOP_S
+    assert {"redis", "vllm"} <= streams()[service]["depends_on"].keys(), "what depends goes first"
+
+
+@pytest.mark.parametrize("service", ["gateway", "scaler"])
+def test_what_listens_beyond_its_container_has_keys(service: str) -> None:
+    """Keys in a file that is mounted, and no key in the environment; the host shows the port to itself alone."""
+    spec = streams()[service]
+
+    (secret,) = spec["secrets"]
+    assert spec["environment"]["GATEWAY_API_KEYS_FILE"] == f"/run/secrets/{secret}"
+    assert all(default_of(port).startswith("127.0.0.1:") for port in spec["ports"])
+    assert spec["environment"].keys() & {name for name, variable in VARIABLES.items() if variable.secret} == set()
+
+
+def test_the_redis_that_is_the_queue_keeps_what_it_has_acknowledged() -> None:
+    spec = streams()["redis"]
+
+    assert "--appendonly yes" in " ".join(spec["command"])
+    assert "--maxmemory-policy noeviction" in " ".join(spec["command"])
+    assert spec["volumes"] == ["redis:/data"]
+    assert "ports" not in spec, "it asks for no password"
+
+
+def test_the_defaults_of_the_streams_compose_file_are_told_as_they_are() -> None:
+    example = (STREAMS.parent / ".env.example").read_text()
+    told = dict(re.findall(r"^#([A-Z_]+)=(.*)$", example, re.MULTILINE))
+    used = set(re.findall(r"\$\{(\w+):-([^}]*)\}", STREAMS.read_text())) - {("HF_MODEL_ID", "")}
+
+    assert used == {(name, told[name]) for name in told.keys() - {"COMPOSE_PROFILES"}}
+
+
+def test_the_model_mode_of_the_streams_compose_file_is_the_mock_unless_told() -> None:
+    assert settings_of("worker-1").model.mode == "mock"
+    assert streams()["vllm"]["profiles"] == ["gpu"]

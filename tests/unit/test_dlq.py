@@ -41,6 +41,7 @@ class System:
     steps: int = 0
     looks: int = 0
     ready: int = 0
+    at_once: bool = False
 
     def begin(self) -> "System":
         """A session with the dead letters as they are now."""
@@ -80,7 +81,7 @@ class System:
     async def dead_note(self, request_id: str) -> bytes | None:
         return self.notes.get(request_id)
 
-    async def make_room(self, request_id: str) -> ReplayRefused | None:
+    async def make_room(self, request_id: str, deadline: float) -> ReplayRefused | None:
         known = self.results.get(request_id)
         if known is not None and known.status == "completed":
             return "completed"

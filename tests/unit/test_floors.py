@@ -20,16 +20,22 @@ FLOORS = (
     "breaker",
     "config.values",  # F3
     "ports config.settings",
-    "redis_scripts rmq_values settling metrics_buffer metrics logs tracing",  # F4a
-    "rmq_connection",
-    "rmq_listener rmq_producer rmq_dead_letters transports.* results.* model_client billing.* scraping mock_model",
-    "rmq_look client_ways otlp",
-    "message_processor health_checker metrics_reporter ops_server gateway.* client dlq check",  # F5
+    "job_book scaling",
+    "redis_scripts rmq_values settling metrics_buffer metrics logs tracing throughput mock_answers",  # F4a
+    "rmq_connection job_records",
+    "rmq_listener rmq_producer rmq_dead_letters transports.memory results.* scaler model_client billing.* scraping "
+    "mock_model echo_model",
+    "transports.*",  # Those in Redis know the keys of its results.
+    "rmq_look rmq_backlog scale_metrics client_ways otlp confirmed_intake stream_dead_letters memory_dead_letters",
+    "dlq",
+    "dlq_reach dlq_remote dlq_saying",
+    "message_processor health_checker metrics_reporter fleet_reporter ops_server gateway.* client check",  # F5
     "request_notes",
     "listener submit_lines submit_state submit_progress",  # F6
     "submit_run",
     "submit dlq_command check_command",
     "assembly",  # F7
+    "serve_gateway serve_scaler",
     "dev",  # F8
     "cli",  # F9
     "__main__",
@@ -46,7 +52,7 @@ DRIVERS = {
     "aio_pika": "rmq_*",
     "aiormq": "rmq_*",
     "pamqp": "rmq_*",
-    "redis": "redis_scripts results.redis results.notifications",
+    "redis": "redis_scripts results.redis results.notifications transports.stream_reader",
     "aiohttp": "model_client",
     "aiohttp.web": "ops_server mock_model",
     "fastapi": "gateway.*",

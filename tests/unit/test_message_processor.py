@@ -506,6 +506,69 @@ async def test_a_call_is_closed_when_its_answer_is_there_already(site: Site) -> 
     await renewing
 
 
+def cancelled(site: Site, request_id: str = "a") -> None:
+    reply = failure(request_id, status_code=499, error_code="cancelled")
+    asyncio.ensure_future(site.store.cancel(reply))  # noqa: RUF006 - it ends in the same turn
+
+
+async def test_a_cancelled_call_is_closed_at_once(site: Site) -> None:
+    """The store says whose request was cancelled; nobody waits for a renewal."""
+    worker = Worker(site, FakeModel(takes_s=100.0))
+    over = asyncio.Event()
+    heeding = asyncio.create_task(worker.processor.heed_cancellations(over))
+    at(7.0, lambda: cancelled(site))
+
+    outcome = await processed(worker, worker.job(body()))
+
+    assert isinstance(outcome, Answered)
+    assert outcome.reply.error_code == "cancelled"
+    assert worker.model.closed == ["a"]
+    assert loop_time() == 7.0
+    over.set()
+    await heeding
+
+
+async def test_an_unfounded_hint_costs_a_look_and_ends_nothing(site: Site) -> None:
+    worker = Worker(site, FakeModel(takes_s=10.0))
+    over = asyncio.Event()
+    heeding = asyncio.create_task(worker.processor.heed_cancellations(over))
+
+    def hint() -> None:
+        for request_id in ("a", "a", "elsewhere"):
+            for told in site.store._heeding:
+                told(request_id)
+
+    at(1.0, hint)
+    outcome = await processed(worker, worker.job(body()))
+
+    assert isinstance(outcome, Concluded)
+    assert outcome.reply.status == "completed"
+    assert worker.store.count("renew") == 1
+    over.set()
+    await heeding
+
+
+async def test_a_hint_that_cannot_be_looked_after_ends_nothing(site: Site) -> None:
+    """The next renewal tells, once the store answers again."""
+    worker = Worker(site, FakeModel(takes_s=100.0))
+    over = asyncio.Event()
+    heeding = asyncio.create_task(worker.processor.heed_cancellations(over))
+    renewing = asyncio.create_task(worker.processor.renew_leases(over))
+    worker.store.away, worker.store.away_for = "cut off", {"renew"}
+
+    def back() -> None:
+        worker.store.away = None
+
+    at(7.0, lambda: cancelled(site))
+    at(8.0, back)
+    outcome = await processed(worker, worker.job(body()))
+
+    assert isinstance(outcome, Answered)
+    assert loop_time() == 10.0
+    over.set()
+    await asyncio.gather(heeding, renewing)
+
+
 async def test_a_call_whose_claim_went_to_another_is_closed_and_waits_for_that_one(site: Site) -> None:
     worker = Worker(site, FakeModel(takes_s=100.0))
     over = asyncio.Event()

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from inference_worker.mock_model import Fault, MockModel, MockModelConfig, embedding, run_mock_model
+from inference_worker.mock_answers import embedding
+from inference_worker.mock_model import Fault, MockModel, MockModelConfig, run_mock_model
 from inference_worker.scraping import ModelLoad, NotRead, model_load, scrape_model
 from tests.waiting import eventually
 

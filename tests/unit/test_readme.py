@@ -73,7 +73,7 @@ def fenced(heading: str, language: str) -> str:
 def test_the_curl_commands_are_those_that_dev_prints_and_that_its_test_runs() -> None:
     payload = sample_payload("/v1/chat/completions", "mock-model", "Hello, queue", stream=False)
 
-    assert fenced("Submit by curl", "sh").splitlines() == list(curl_lines("http://127.0.0.1:8080", payload))
+    assert fenced("Submit over HTTP", "sh").splitlines() == list(curl_lines("http://127.0.0.1:8080", payload))
 
 
 def test_the_least_environment_is_enough_and_nothing_in_it_is_wrong() -> None:

@@ -20,7 +20,18 @@ from inference_worker.message_processor import Job, MessageProcessor
 from inference_worker.messages import InferenceRequest, Reply, Usage, encode_request
 from inference_worker.metrics import WorkerMetrics
 from inference_worker.metrics_buffer import MetricsBuffer
-from inference_worker.ports import NO_HEADERS, Answer, Backlog, Claim, Delivery, Health, Renewal, Transport, Write
+from inference_worker.ports import (
+    NO_HEADERS,
+    Answer,
+    Backlog,
+    Claim,
+    Delivery,
+    Health,
+    Progress,
+    Renewal,
+    Transport,
+    Write,
+)
 from inference_worker.results.memory import MemoryStore
 from inference_worker.timing import ByteBudget, ended
 from inference_worker.transports.memory import MemoryBroker, MemoryTransport
@@ -159,6 +170,9 @@ class FaultyStore:
     async def cancel(self, reply: Reply) -> Write:
         return await self._do("cancel", reply.request_id, lambda: self.real.cancel(reply))
 
+    async def cancellations(self, until: asyncio.Event, told: Callable[[str], None]) -> None:
+        await self.real.cancellations(until, told)
+
     async def bury(self, request_id: str, note: bytes) -> None:
         await self._do("bury", request_id, lambda: self.real.bury(request_id, note))
 
@@ -168,8 +182,8 @@ class FaultyStore:
     async def wait(self, request_id: str, within_s: float) -> bytes | None:
         return await self._do("wait", request_id, lambda: self.real.wait(request_id, within_s))
 
-    async def running(self, request_id: str) -> bool:
-        return await self._do("running", request_id, lambda: self.real.running(request_id))
+    async def progress(self, request_id: str) -> Progress:
+        return await self._do("progress", request_id, lambda: self.real.progress(request_id))
 
     async def probe(self) -> None:
         await self._do("probe", "", self.real.probe)
