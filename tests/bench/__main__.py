@@ -3,6 +3,8 @@
     python -m tests.bench throughput [--rounds 3] [--messages 5000] [--in-flight 16 64]
     python -m tests.bench latency [--messages 300]
     python -m tests.bench submit [--lines 10000] [--in-flight 64]
+    python -m tests.bench streams [--rounds 9]
+    python -m tests.bench kills [--jobs 20000]
 
 RabbitMQ and Redis come from where the tests have them (`TEST_SERVICES`). The worker is the real process; the bare loop
 consumes, claims, calls, stores and acknowledges with the same drivers, the same scripts and no logic at all. Rounds
@@ -27,7 +29,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from inference_worker import logs
+from tests.bench.kills import kills_bar
 from tests.bench.latency import measure_latency
+from tests.bench.streams import streams_bar
 from tests.bench.submit import submit_bar
 from tests.conservation import channel_of
 from tests.faults.processes import WorkerProcess
@@ -175,24 +179,31 @@ async def latency(args: argparse.Namespace, rabbit: Rabbit, redis: Redis) -> boo
 def main() -> int:
     """Run what the arguments name; 1 where a bar is missed."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench")
-    parser.add_argument("what", nargs="?", choices=["throughput", "latency", "submit", "all"], default="all")
-    parser.add_argument("--rounds", type=int, default=3)
+    what = ["throughput", "latency", "submit", "streams", "kills", "all"]
+    parser.add_argument("what", nargs="?", choices=what, default="all")
+    parser.add_argument("--rounds", type=int, help="default 3; streams: 9")
     parser.add_argument("--messages", type=int, default=5000)
     parser.add_argument("--in-flight", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--lines", type=int, default=10_000)
+    parser.add_argument("--jobs", type=int, default=20_000)
     args = parser.parse_args()
+    rounds, args.rounds = args.rounds, args.rounds or 3
     logs.configure("warning", "console", sys.stderr)
     supply = choose(os.environ, console.print)
     try:
-        rabbit, redis = supply.rabbit(), supply.redis()
+        redis = supply.redis()
         good = True
         if args.what in ("latency", "all"):
             few = argparse.Namespace(messages=min(args.messages, 500))
-            good &= asyncio.run(latency(few, rabbit, redis))
+            good &= asyncio.run(latency(few, supply.rabbit(), redis))
         if args.what in ("throughput", "all"):
-            good &= asyncio.run(throughput(args, rabbit, redis))
+            good &= asyncio.run(throughput(args, supply.rabbit(), redis))
+        if args.what in ("streams", "all"):
+            good &= asyncio.run(streams_bar(rounds or 9, redis, console))
+        if args.what in ("kills", "all"):
+            good &= asyncio.run(kills_bar(args.jobs, redis, console))
         if args.what in ("submit", "all"):
-            good &= asyncio.run(submit_bar(args.lines, args.in_flight[-1], rabbit, redis, console))
+            good &= asyncio.run(submit_bar(args.lines, args.in_flight[-1], supply.rabbit(), redis, console))
     finally:
         supply.close()
     return 0 if good else 1

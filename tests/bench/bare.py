@@ -48,7 +48,7 @@ async def main() -> None:
                 answer = await response.read()
             reply = b'{"status":"completed","status_code":200,"result":%b,"finished_at":%f}' % (answer, time.time())
             outbox = f"infer_usage:{deployment}"
-            await link.run(FINISH, [*keys, outbox], token, reply, 3600, "completed", "", "")
+            await link.run(FINISH, [*keys, outbox], token, reply, 3600, "completed", "", "", "")
             assert message.delivery_tag is not None
             await raw.basic_ack(message.delivery_tag)
 
