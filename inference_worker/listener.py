@@ -417,8 +417,8 @@ class Listener:
         """
         settlement = await transport.settle(job.delivery, Nack())
         assert isinstance(settlement, Settled | DeliveryLost)
-        if not isinstance(outcome, Concluded | Failed) or isinstance(disposition, Nack):
-            return settlement, NotStored()
+        if not isinstance(outcome, Concluded | Failed) or isinstance(disposition, Nack | Republish):
+            return settlement, NotStored()  # There is no answer: nothing to keep.
         reply, event = outcome.reply, outcome.usage_event if isinstance(outcome, Concluded) else None
         if isinstance(settlement, Settled):
             self._notes.settled(job, NotStored(), settlement.how, 0.0)

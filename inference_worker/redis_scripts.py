@@ -34,6 +34,17 @@ Argument = str | bytes | int | float
 ANSWER_S: Final = 5.0
 """How long one exchange may take, the time to connect included; a command waits for one exchange before its own."""
 
+FROM_URL: Final = frozenset({"host", "port", "path", "db", "username", "password", "protocol"})
+"""What of a URL is heeded. The rest is of other programs that share it: `decode_responses` would turn every answer into
+something else, and a word that the driver does not know would end us."""
+
+FROM_URL_SECURED: Final = frozenset(
+    {f"ssl_{name}" for name in ("cert_reqs", "check_hostname", "min_version", "ciphers", "password")}
+    | {f"ssl_{name}" for name in ("ca_certs", "ca_data", "ca_path", "certfile", "keyfile")}
+    | {f"ssl_{name}" for name in ("include_verify_flags", "exclude_verify_flags")}
+)
+"""The same, of a `rediss://` one."""
+
 MOST_COMMANDS: Final = 512
 MOST_BYTES: Final = 8 * 1024 * 1024
 """Bounds of what travels in one go; at least one command does."""
@@ -320,7 +331,9 @@ class RedisLink:
             try:
                 async with asyncio.timeout(self._answer_s):
                     await self._exchange(batch)
-            except (RedisError, OSError, TimeoutError, ValueError) as exc:
+            except Exception as exc:
+                if not isinstance(exc, RedisError | OSError | TimeoutError | ValueError):
+                    log.exception("commands could not be sent to Redis")  # A fault of ours; none may wait for ever.
                 await self._drop()
                 # Those behind it fail with it: they have waited long enough, and whoever asks again may be luckier.
                 self._answer_all([*batch, *self._waiting], exc)
@@ -401,9 +414,11 @@ async def connect(
     connection_class = options.pop("connection_class", Connection)
     if not options.get("password") and password:
         options["password"] = password
-    for name in ("max_connections", "timeout"):
-        options.pop(name, None)
-    if connection_class is SSLConnection:
+    secured = connection_class is SSLConnection
+    options = {
+        name: value for name, value in options.items() if name in FROM_URL or (secured and name in FROM_URL_SECURED)
+    }
+    if secured:
         files = {"ssl_ca_certs": tls.ca_file, "ssl_certfile": tls.cert_file, "ssl_keyfile": tls.key_file}
         options |= {name: file for name, file in files.items() if file is not None}
     # No socket_timeout: with one, the driver writes through wait_for, which on Python 3.11 can swallow a

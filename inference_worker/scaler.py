@@ -117,6 +117,11 @@ class ScaleView:
             self._lost(str(exc))
         except TimeoutError:
             self._lost(f"no answer within {LOOK_S:g} s")
+        except Exception as exc:
+            # A fault of ours blinds us, and must not end the intake or the scaler that we are part of.
+            if self._why != (why := f"the look failed: {type(exc).__name__}"):
+                log.exception("the look at the queue failed", queue=self.queue)
+            self._lost(why)
         else:
             self._seen(sample)
         self.looked.set()

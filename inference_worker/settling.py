@@ -46,12 +46,18 @@ async def bury(store: ResultStore, letter: DeadLetter, now: float) -> None:
     if letter.reply is None:
         return
     request_id = letter.reply.request_id
-    note = {
-        "request_id": request_id,
-        "reason": letter.reason,
-        "detail": letter.detail[:1000],
-        "attempts": letter.attempts,
-        "status_code": letter.status_code,
-        "dead_at": now,
-    }
-    await quietly(store.bury(request_id, msgspec.json.encode(note)), COURTESY_S, StoreUnavailable)
+    await quietly(store.bury(request_id, death_note(request_id, letter, now)), COURTESY_S, StoreUnavailable)
+
+
+def death_note(request_id: str, letter: DeadLetter, now: float) -> bytes:
+    """Why a message is dead-lettered, as `dlq` reads it."""
+    return msgspec.json.encode(
+        {
+            "request_id": request_id,
+            "reason": letter.reason,
+            "detail": letter.detail[:1000],
+            "attempts": letter.attempts,
+            "status_code": letter.status_code,
+            "dead_at": now,
+        }
+    )

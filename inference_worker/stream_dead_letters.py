@@ -22,13 +22,14 @@ from inference_worker.transports.stream_entries import (
     REQUEST,
     contents_of,
 )
+from inference_worker.transports.stream_hands import Appetite
 
 NotReplayed = Literal["completed", "running", "gone"]
 DIED_OF: Final = frozenset({b"reason", b"detail", b"attempts", b"status_code", b"died_at", b"queue"})
 """What the worker writes into a dead letter besides the fields of the entry that died."""
 
 AT_ONCE: Final = 16
-"""Entries of one look: each may be large."""
+"""Entries of one look, at most; fewer where they are large."""
 
 REPLAY_ENTRY: Final = Script(
     PRELUDE
@@ -133,6 +134,7 @@ class StreamDeadLetters:
         self.ready = 0
         """How many there were at the beginning."""
         self._read: deque[StreamLetter] = deque()
+        self._appetite = Appetite()
         self._after = "-"
         self._newest = ""
 
@@ -140,13 +142,14 @@ class StreamDeadLetters:
         """Look how many there are. All methods raise `StoreUnavailable`."""
         newest = await self._link.do("XREVRANGE", self._dead_letters, "+", "-", "COUNT", 1)
         if newest:
-            self._newest = newest[0][0].decode()
+            self._newest = self._letter(*newest[0]).entry_id
             self.ready = int(await self._link.do("XLEN", self._dead_letters))
 
     async def next(self) -> StreamLetter | None:
         """The next letter; None where there is none. Those that came after the beginning are left out."""
         if not self._read and self._newest:
-            rows = await self._link.do("XRANGE", self._dead_letters, self._after, self._newest, "COUNT", AT_ONCE)
+            count = self._appetite.portion(AT_ONCE)
+            rows = await self._link.do("XRANGE", self._dead_letters, self._after, self._newest, "COUNT", count)
             self._read.extend(self._letter(*row) for row in rows)
             if not rows:
                 self._newest = ""
@@ -158,6 +161,7 @@ class StreamDeadLetters:
 
     def _letter(self, entry_id: bytes, fields: Sequence[bytes] | Mapping[bytes, bytes]) -> StreamLetter:
         pairs = fields if isinstance(fields, Mapping) else dict(zip(fields[::2], fields[1::2], strict=True))
+        self._appetite.saw([sum(len(name) + len(value) for name, value in pairs.items())])
         return StreamLetter(entry_id=entry_id.decode(), fields=pairs, stream=self._stream)
 
     async def has_queue(self, name: str) -> bool:

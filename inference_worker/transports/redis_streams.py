@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, assert_never
 
-import msgspec
 import structlog
 
 from inference_worker.disposition import (
@@ -36,7 +35,7 @@ from inference_worker.metrics import WorkerMetrics
 from inference_worker.ports import Backlog, Delivery, ResultStore
 from inference_worker.redis_scripts import Argument, RedisLink, RedisTls
 from inference_worker.results.redis import DEAD_NOTE_TTL_S, claim_key, job_key, result_key
-from inference_worker.settling import bury, release, store_reply
+from inference_worker.settling import bury, death_note, release, store_reply
 from inference_worker.timing import ended, first_of, quietly, stopped_within
 from inference_worker.transports.stream_entries import (
     RETURNED,
@@ -49,7 +48,7 @@ from inference_worker.transports.stream_entries import (
     letter_of,
     taken_over,
 )
-from inference_worker.transports.stream_hands import Hands, Receipt, receipt_of
+from inference_worker.transports.stream_hands import MOST_BYTES, Appetite, Hands, Receipt, receipt_of
 from inference_worker.transports.stream_reader import BlockingReader, GroupGone, reading
 from inference_worker.transports.stream_scripts import (
     BACKLOG,
@@ -128,6 +127,8 @@ class RedisStreams:
         self._client_name = client_name
         self._tls = tls
         self.now = now
+        self.appetite = Appetite()
+        """Outlasts the sessions: one that ended over an answer that was too large must not be followed by its like."""
         self._said: dict[str, str] = {}
 
     @asynccontextmanager
@@ -177,6 +178,8 @@ class StreamTransport:
         """Set when the reader has something to do before its time."""
         self._look_at = 0.0
         """Loop time of the next look at what was given back, lapsed or is due."""
+        self._more = False
+        """The last look found as much as it asked for: the next one need not wait for its time."""
         self._consuming = False
         self._resting = asyncio.Event()
         """Set once the reader has seen that nothing is consumed."""
@@ -295,7 +298,7 @@ class StreamTransport:
             await self._listen_for(BLOCK_S)
             return
         await self._give_back(self._hands.take_back(loop.time()))
-        if loop.time() >= self._look_at:
+        if loop.time() >= self._look_at or (self._more and self._wanted):
             await self._look()
         wanted = self._wanted
         wait_s = max(self._look_at - loop.time(), 0.001)
@@ -303,6 +306,8 @@ class StreamTransport:
             return
         if not wanted:
             await self._listen_for(wait_s)
+            return
+        if self._more:
             return
         read = await self._reader.read(wanted, wait_s)
         self._heard_at = loop.time()
@@ -324,7 +329,7 @@ class StreamTransport:
 
     @property
     def _wanted(self) -> int:
-        return min(self._hands.wanted, MOST_AT_ONCE)
+        return self._streams.appetite.portion(self._hands.wanted)
 
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
@@ -332,7 +337,7 @@ class StreamTransport:
             due_in_s = await self._take(self._wanted)
         except StoreUnavailable as exc:
             self._streams.say("what was given back or is due cannot be looked at", str(exc))
-            due_in_s = self._look_s
+            due_in_s, self._more = self._look_s, False
         else:
             self._streams.well("what was given back or is due cannot be looked at")
         self._look_at = loop.time() + min(due_in_s, self._look_s)
@@ -343,15 +348,18 @@ class StreamTransport:
         wait_ms, gone, rows = await self._link.run(
             TAKE,
             [names.stream, delayed_key(names.stream), names.dead_letters],
-            *(names.group, self.consumer, self._lease_ms, wanted, MOST_SHOWN),
+            *(names.group, self.consumer, self._lease_ms, wanted, MOST_SHOWN, MOST_BYTES),
         )
         if gone:
             log.warning("entries were deleted while they were pending", entries=gone, stream=names.stream)
-        self._arrived(taken_over(rows), redelivered=True)
+        entries = taken_over(rows)
+        self._more = len(entries) + gone >= wanted or sum(entry.size_bytes for entry in entries) >= MOST_BYTES
+        self._arrived(entries, redelivered=True)
         # What is due and was not shown must wait for memory, or its turn.
         return BLOCK_S if wait_ms < 0 else wait_ms / 1000 or SHOW_PAUSE_S
 
     def _arrived(self, entries: Sequence[Entry], *, redelivered: bool) -> None:
+        self._streams.appetite.saw([entry.size_bytes for entry in entries])
         for entry in entries:
             self._hands.put(self._delivery(entry, redelivered))
         if entries:
@@ -372,6 +380,7 @@ class StreamTransport:
                 count=entry.count,
                 fields=entry.fields,
                 read_at=asyncio.get_running_loop().time(),
+                size_bytes=entry.size_bytes,
             ),
             lost=asyncio.Event(),
             headers=said.headers,
@@ -519,7 +528,9 @@ class StreamTransport:
                 return self._settled(receipt, said, how, stored=False)
             event = disposition.usage_event if isinstance(disposition, Ack) else None
             request_id = reply.request_id
-            note = _note(request_id, disposition, self._streams.now()) if isinstance(disposition, DeadLetter) else b""
+            note = (
+                death_note(request_id, disposition, self._streams.now()) if isinstance(disposition, DeadLetter) else b""
+            )
             keys += [result_key(request_id), claim_key(request_id), self._streams.outbox, f"infer_dead:{request_id}"]
             answer = await self._link.run(
                 CONCLUDE,
@@ -663,20 +674,6 @@ async def stream_backlog(link: RedisLink, names: StreamNames) -> Backlog:
         in_flight=in_flight,
         oldest_s=max(ages_s) if ages_s else None,
         how=how.decode(),
-    )
-
-
-def _note(request_id: str, letter: DeadLetter, now: float) -> bytes:
-    """As `settling.bury` has it; here it goes with the dead letter, in one step."""
-    return msgspec.json.encode(
-        {
-            "request_id": request_id,
-            "reason": letter.reason,
-            "detail": letter.detail[:1000],
-            "attempts": letter.attempts,
-            "status_code": letter.status_code,
-            "dead_at": now,
-        }
     )
 
 

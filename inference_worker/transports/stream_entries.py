@@ -44,6 +44,11 @@ class Entry:
     fields: tuple[bytes, ...]
     """Names and values by turns."""
 
+    @property
+    def size_bytes(self) -> int:
+        """All of it."""
+        return sum(map(len, self.fields))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
@@ -79,7 +84,7 @@ def contents_of(fields: Sequence[bytes]) -> Contents:
     job_id = named.get(JOB_ID)
     return Contents(
         body=named.get(REQUEST, b""),
-        message_id=None if job_id is None else _text(job_id),
+        message_id=None if job_id is None else _id(job_id),
         attempts=int(attempt) if usable else 0,
         headers={_text(name): _text(value) for name, value in named.items() if name not in _OURS},
         odd_attempt=not usable,
@@ -126,6 +131,14 @@ def _without(fields: Sequence[bytes], names: Sequence[bytes]) -> list[bytes]:
     if len(pairs) > MOST_FIELDS:
         pairs = sorted(pairs, key=lambda pair: pair[0] not in _OURS)[:MOST_FIELDS]
     return [part for pair in pairs for part in pair]
+
+
+def _id(value: bytes) -> str | None:
+    """An answer goes under this very id or under none: two that are no text must not become one."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _text(value: bytes | str) -> str:

@@ -5,7 +5,7 @@ is done only while jobs are short, and what has lain for about a second goes bac
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,6 +20,12 @@ LOOKED_BACK: Final = 8
 LONGEST_AHEAD_S: Final = 1.0
 """What was read ahead and could not be handed up for so long goes back."""
 
+MOST_BYTES: Final = 16 * 1024 * 1024
+"""So much is asked for in one go, and may lie read ahead: a larger entry comes alone."""
+
+SMALL_BYTES: Final = 512 * 1024
+"""Smaller entries are not told apart. The next ones may be of any size: never more than 32 are asked for at once."""
+
 
 @dataclass(slots=True, eq=False)
 class Receipt:
@@ -29,6 +35,7 @@ class Receipt:
     count: int
     fields: tuple[bytes, ...]
     read_at: float
+    size_bytes: int = 0
     handed_up_at: float = 0.0
     unclear: bool = False
     """A settlement was sent and its answer did not come: a repeat that finds nothing was preceded by it."""
@@ -40,6 +47,25 @@ def receipt_of(delivery: Delivery) -> Receipt:
     return delivery.receipt
 
 
+class Appetite:
+    """How many entries are asked for in one go: Redis bounds their number only, and they may be of any size.
+
+    An answer that takes longer than one waits for would be asked for again and again.
+    """
+
+    def __init__(self) -> None:
+        self._largest_bytes = SMALL_BYTES
+
+    def portion(self, wanted: int) -> int:
+        """At most so many now; of what is wanted at all, one at least."""
+        return min(wanted, max(MOST_BYTES // self._largest_bytes, 1))
+
+    def saw(self, sizes_bytes: Sequence[int]) -> None:
+        """Entries of these sizes came: the next ones are taken to be like them, or, in time, smaller."""
+        if sizes_bytes:
+            self._largest_bytes = max(max(sizes_bytes), self._largest_bytes // 2, SMALL_BYTES)
+
+
 class Hands:
     """Deliveries by their entry's id."""
 
@@ -49,6 +75,7 @@ class Hands:
         self._held: dict[str, Delivery] = {}
         self._ahead: dict[str, Delivery] = {}
         """In the order in which they are handed up."""
+        self._ahead_bytes = 0
         self._settling: set[str] = set()
         """Of those held, what is being settled: it makes room for the next one already."""
         self._lasted: deque[float] = deque(maxlen=LOOKED_BACK)
@@ -63,6 +90,8 @@ class Hands:
     @property
     def wanted(self) -> int:
         """How many more entries may be read now."""
+        if self._ahead_bytes >= MOST_BYTES:
+            return 0
         spare = self.limit - self._unsettled - len(self._ahead)
         if not self.limit or not self.jobs_are_short:
             return max(spare, 0)
@@ -90,11 +119,12 @@ class Hands:
             receipt_of(known).count = receipt.count
         else:
             self._ahead[receipt.entry_id] = delivery
+            self._ahead_bytes += receipt.size_bytes
 
     def hand_up(self, at: float) -> Delivery:
         """The next delivery; `free` says that there is one."""
         entry_id = next(iter(self._ahead))
-        delivery = self._held[entry_id] = self._ahead.pop(entry_id)
+        delivery = self._held[entry_id] = self._take_out(entry_id)
         receipt_of(delivery).handed_up_at = at
         return delivery
 
@@ -120,12 +150,13 @@ class Hands:
 
     def drop(self, entry_id: str, count: int) -> None:
         """An entry was found to be somebody else's by now."""
-        for place in (self._held, self._ahead):
-            delivery = place.get(entry_id)
-            if delivery is not None and receipt_of(delivery).count == count:
-                del place[entry_id]
-                self._settling.discard(entry_id)
-                delivery.lost.set()
+        delivery = self._held.get(entry_id) or self._ahead.get(entry_id)
+        if delivery is not None and receipt_of(delivery).count == count:
+            if entry_id in self._ahead:
+                self._take_out(entry_id)
+            self._held.pop(entry_id, None)
+            self._settling.discard(entry_id)
+            delivery.lost.set()
 
     def take_back(self, at: float | None = None) -> list[Delivery]:
         """Take out what cannot be handed up and has lain for too long at `at`; without `at`, however long it has lain.
@@ -142,7 +173,7 @@ class Hands:
         if at is not None:
             # Jobs are long by now, though none has ended to say so.
             self._lasted.append(SHORT_S * LOOKED_BACK)
-        return [self._ahead.pop(entry_id) for entry_id in last]
+        return [self._take_out(entry_id) for entry_id in last]
 
     def lose_all(self) -> None:
         """Nothing is ours any more."""
@@ -151,10 +182,16 @@ class Hands:
         self._held.clear()
         self._settling.clear()
         self._ahead.clear()
+        self._ahead_bytes = 0
 
     def everything(self) -> list[Receipt]:
         """What is to be kept."""
         return [receipt_of(delivery) for delivery in self._all()]
+
+    def _take_out(self, entry_id: str) -> Delivery:
+        delivery = self._ahead.pop(entry_id)
+        self._ahead_bytes -= receipt_of(delivery).size_bytes
+        return delivery
 
     def _all(self) -> Iterable[Delivery]:
         return [*self._held.values(), *self._ahead.values()]

@@ -18,6 +18,9 @@ from inference_worker.transports.stream_entries import RETURNED, StreamNames, de
 PAUSES_S: Final = (0.05, 0.15, 0.4, 1.0)
 """Before a script that was not answered is sent again; it does nothing where it had been done."""
 
+AGAIN_WITHIN_S: Final = 6.0
+"""Not again later than this. A Redis that says nothing takes its time each time, and callers do not wait for ever."""
+
 ACCEPT: Final = Script(
     WRITING
     + f"""
@@ -97,9 +100,13 @@ class StreamIntake:
         return await stream_backlog(self._link, self._names)
 
     async def _done(self, keys: list[str], *arguments: str | bytes | int | float) -> Any:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + AGAIN_WITHIN_S
         for pause_s in PAUSES_S:
             try:
                 return await self._link.run(ACCEPT, keys, *arguments)
             except StoreUnavailable:
+                if loop.time() + pause_s > until:
+                    raise
                 await asyncio.sleep(pause_s)
         return await self._link.run(ACCEPT, keys, *arguments)

@@ -162,13 +162,25 @@ TAKE: Final = Script(
     + ENTRIES
     + """
 -- KEYS stream, delayed, dead letters
--- ARGV group, consumer, lease ms, most entries, most retries shown
-local now, most = millis(), tonumber(ARGV[4])
+-- ARGV group, consumer, lease ms, most entries, most retries shown, most bytes
+local now, most, bytes_left = millis(), tonumber(ARGV[4]), tonumber(ARGV[6])
 may_forget(KEYS[1], ARGV[1], '0-1')  -- Who may not settle shall not take.
-for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, ARGV[5])) do
+-- An id, then names and values by turns. What is not so would be refused, and stand before all others for ever.
+local function is_copy(fields)
+  if type(fields) ~= 'table' or #fields < 3 or #fields > 4001 or #fields % 2 == 0 then return false end
+  for _, part in ipairs(fields) do
+    if type(part) ~= 'string' then return false end
+  end
+  return true
+end
+local show_bytes = bytes_left
+for _ = 1, tonumber(ARGV[5]) do  -- One by one, as they may be of any size, too.
+  local member = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, 1)[1]
+  if not member or show_bytes <= 0 then break end
+  show_bytes = show_bytes - #member
   local readable, fields = pcall(cmsgpack.unpack, member)
   local added
-  if readable and type(fields) == 'table' and #fields > 2 then
+  if readable and is_copy(fields) then
     added = redis.pcall('XADD', KEYS[1], '*', unpack(fields, 2))
   else
     added = redis.pcall('XADD', KEYS[3], '*', 'request', member, 'reason', 'invalid_request', 'detail',
@@ -181,17 +193,19 @@ local due = redis.call('ZRANGE', KEYS[2], 0, 0, 'WITHSCORES')
 local wait = due[2] and math.max(tonumber(due[2]) - now, 0) or -1
 -- What was given back is idle for longer than every lease. Of ours, what nobody has kept for a lease is taken, too:
 -- the reply that brought it was lost, or giving it back failed.
-local taken, ids, counts = {}, {}, {}
+local taken, gone = {}, 0
 for _, row in ipairs(pending(KEYS[1], ARGV[1], 'IDLE', ARGV[3], '-', '+', most)) do
-  ids[#ids + 1] = row[1]
-  counts[row[1]] = row[4] + 1
-end
-if #ids > 0 then
-  for _, entry in ipairs(redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, unpack(ids))) do
-    taken[#taken + 1] = {entry[1], counts[entry[1]], entry[2]}
+  if bytes_left <= 0 then break end
+  -- One by one: how large an entry is shows when it is there, and an answer with all of them may be too large.
+  local entry = redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, row[1])[1]
+  if entry then
+    taken[#taken + 1] = {entry[1], row[4] + 1, entry[2]}
+    for _, part in ipairs(entry[2]) do bytes_left = bytes_left - #part end
+  else
+    gone = gone + 1
   end
 end
-return {wait, #ids - #taken, taken}
+return {wait, gone, taken}
 """
 )
 """Show the retries that are due; take what was given back, and what its holder has not kept for a lease."""
@@ -252,20 +266,24 @@ if pending > 0 then
     if row[1] == ARGV[2] then returned = tonumber(row[2]) end
   end
 end
--- The oldest of those that nobody holds, by its own word, else by its id.
+-- Both ways may be off after entries were deleted by others; whether there is one at all is seen.
+local first = redis.call('XRANGE', KEYS[1], '(' .. last, '+', 'COUNT', 1)
+if #first == 0 then never = 0 elseif never < 1 then never = 1 end
+-- The oldest of those that nobody holds, by its own word, else by its id. Lua's numbers are more than other people's,
+-- nan and hexadecimal ones among them, so it is written anew.
 local function since(entries)
   if #entries == 0 then return '' end
-  local fields = entries[1][2]
+  local fields, said = entries[1][2], nil
   for at = 1, #fields, 2 do
-    if fields[at] == 'enqueued_at' and tonumber(fields[at + 1]) then return fields[at + 1] end
+    if fields[at] == 'enqueued_at' then said = tonumber(fields[at + 1]) end
   end
-  return tostring(tonumber(string.match(entries[1][1], '^%d+')) / 1000)
+  if not said or not (said >= 0 and said < 1e12) then said = tonumber(string.match(entries[1][1], '^%d+')) / 1000 end
+  return string.format('%.6f', said)
 end
-local oldest = {'', ''}
-if never > 0 then oldest[1] = since(redis.call('XRANGE', KEYS[1], '(' .. last, '+', 'COUNT', 1)) end
+local oldest = {since(first), ''}
 if returned > 0 then
-  local first = redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2])
-  if #first > 0 then oldest[2] = since(redis.call('XRANGE', KEYS[1], first[1][1], first[1][1])) end
+  local row = redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2])[1]
+  if row then oldest[2] = since(redis.call('XRANGE', KEYS[1], row[1], row[1])) end
 end
 return {never, returned, pending - returned, redis.call('ZCARD', KEYS[2]), how, oldest[1], oldest[2], millis()}
 """

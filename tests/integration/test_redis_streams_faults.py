@@ -5,6 +5,7 @@ Each test ends with a look at everything: one copy of what is still to be done, 
 
 import asyncio
 import json
+import math
 import re
 import time
 from collections import Counter
@@ -39,7 +40,7 @@ from inference_worker.transports.stream_scripts import CONCLUDE, HAND_BACK, RETR
 from tests.faults.processes import ROOT
 from tests.faults.proxy import Do, TcpProxy, Unit
 from tests.integration.conftest import MakeProxy, OwnRedis
-from tests.services import Redis
+from tests.services import Redis, free_port
 from tests.stream_kit import NAMES, Streams, entries_of, streams_at
 from tests.transport_contract import failed, nothing_comes, reply, request, take
 from tests.waiting import eventually
@@ -395,6 +396,15 @@ async def test_a_wait_for_entries_outlasts_every_read_timeout_of_the_url(streams
     assert not (await streams.inside()).copies
 
 
+async def test_what_other_programs_need_in_the_url_changes_nothing(streams: Streams) -> None:
+    """With answers decoded, a worker would look alive and understand none of them."""
+    theirs = "decode_responses=True&encoding=ascii&max_connections=1&health_check_interval=1&ssl_cert_reqs=none&word=1"
+    async with streams.session(f"{streams.url}?{theirs}") as transport, transport.consuming(1):
+        await streams.add(request("a"), "a")
+        assert await transport.settle(await take(transport), Ack()) == Settled(how="ack")
+    assert not (await streams.inside()).copies
+
+
 async def test_a_paused_server_costs_time_and_nothing_else(on_own_redis: tuple[Streams, Redis]) -> None:
     """CLIENT PAUSE as a slow script or a slow disk: for longer than a lease, with another worker waiting."""
     streams, _ = on_own_redis
@@ -549,7 +559,8 @@ async def test_without_redis_a_message_is_let_go_and_comes_back_when_its_lease_h
 
 async def test_a_cluster_is_refused_with_a_reason(own_redis: OwnRedis) -> None:
     """A script may not touch keys of several slots there."""
-    server = await own_redis("--cluster-enabled", "yes")
+    # Its bus would be on a port 10,000 higher, which may be somebody's.
+    server = await own_redis("--cluster-enabled", "yes", "--cluster-port", str(free_port()))
     async with RedisClient.from_url(server.url, socket_timeout=None) as client:
         await command(client, "CLUSTER", "ADDSLOTSRANGE", 0, 16383)
 
@@ -839,11 +850,18 @@ async def test_an_entry_without_a_request_is_handed_up_empty(streams: Streams) -
 
 
 async def test_what_is_no_retry_among_the_delayed_ones_is_parked_and_stops_nothing(streams: Streams) -> None:
-    await streams.client.zadd(delayed_key(NAMES.stream), {"\xff\x00 garbage": 1, "more": 2})
+    # No list; a list of an even number; one with a number in it; one with a list in it.
+    odd: tuple[bytes, ...] = (
+        b"\xff\x00 garbage",
+        b"\x94\xa1a\xa1b\xa1c\xa1d",
+        b"\x93\xa1a\x01\x02",
+        b"\x93\xa1a\x91\xa1b\xa1c",
+    )
+    await streams.client.zadd(delayed_key(NAMES.stream), {member: n for n, member in enumerate(odd, 1)})
     await streams.add(request("a"), "a")
     async with streams.session() as transport, transport.consuming(1):
         assert await transport.settle(await take(transport), Ack()) == Settled(how="ack")
-    assert await streams.client.xlen(NAMES.dead_letters) == 2
+    assert await streams.client.xlen(NAMES.dead_letters) == len(odd)
     assert not await streams.client.exists(delayed_key(NAMES.stream))
 
 
@@ -868,3 +886,83 @@ async def test_the_backlog_tells_new_given_back_held_and_delayed_apart(streams: 
         await streams.client.xdel(NAMES.stream, entries[-2][0])
         cut = await transport.backlog()
         assert (cut.ready, cut.in_flight, cut.how) == (3, 1, "length")
+
+
+@pytest.mark.parametrize(
+    "said", [b"nan", b"-inf", b"1e400", b"-1e308", b"0x10", b"0x1p-3", b" 5 ", b"5\x00", b"\xff", b"", b"1" * 5000]
+)
+async def test_an_odd_time_of_an_entry_blinds_nobody_who_counts(said: bytes, streams: Streams) -> None:
+    """Lua takes for numbers what Python does not, and the other way round; whoever may XADD may write anything."""
+    await streams.client.xadd(NAMES.stream, {"request": request("a"), "enqueued_at": said})
+    waiting = await stream_backlog(streams.link, NAMES)
+    async with streams.session() as transport, transport.consuming(1):
+        await transport.settle(await take(transport), Nack())
+        given_back = await transport.backlog()
+
+    for seen in (waiting, given_back):
+        assert seen.ready == 1
+        assert seen.oldest_s is not None
+        assert 0 <= seen.oldest_s < math.inf
+
+
+async def test_whether_anything_waits_is_right_whatever_others_deleted(streams: Streams) -> None:
+    """A scaler that sees 0 where work waits stops the last worker; one that sees work where none is keeps them all."""
+    client = streams.client
+    await client.xgroup_create(NAMES.stream, NAMES.group, "0", mkstream=True)
+    for _ in range(3):
+        await client.xadd(NAMES.stream, {"request": "x"})
+    await client.xreadgroup(NAMES.group, "somebody", {NAMES.stream: ">"})
+    await client.xtrim(NAMES.stream, 0)
+    await client.xadd(NAMES.stream, {"request": "x"})
+    last = await client.xadd(NAMES.stream, {"request": "x"})
+    await client.xdel(NAMES.stream, last)
+    trimmed = await stream_backlog(streams.link, NAMES)
+
+    await client.xreadgroup(NAMES.group, "somebody", {NAMES.stream: ">"})
+    for row in await client.xpending_range(NAMES.stream, NAMES.group, "-", "+", 10):
+        await client.xack(NAMES.stream, NAMES.group, row["message_id"])
+    last = await client.xadd(NAMES.stream, {"request": "x"})
+    await client.xdel(NAMES.stream, last)
+    acknowledged = await stream_backlog(streams.link, NAMES)
+
+    assert trimmed.ready == 1
+    assert await client.xlen(NAMES.stream) == 1
+    assert (acknowledged.ready, acknowledged.oldest_s) == (0, None)
+
+
+async def test_what_was_given_back_is_taken_as_fast_as_it_is_done(streams: Streams) -> None:
+    """And first, although new entries never cease: not so many with each look, of which there are few a second."""
+    for n in range(100):
+        await streams.add(request(f"old-{n}"), f"old-{n}")
+    async with streams.session() as large, large.consuming(100):
+        for _ in range(100):
+            await take(large)
+    for n in range(100):
+        await streams.add(request(f"new-{n}"), f"new-{n}")
+    came: list[str] = []
+    async with streams.session() as small, small.consuming(1):
+        async with asyncio.timeout(3.0):
+            while len(came) < 110:
+                delivery = await small.receive()
+                came.append(str(delivery.message_id))
+                await small.settle(delivery, Ack())
+
+    assert sum(name.startswith("old") for name in came) == 100
+
+
+async def test_large_entries_are_read_a_few_at_a_time(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One answer with all of them might never arrive in its time, and would be asked for again for ever."""
+    monkeypatch.setattr(redis_streams, "MOST_BYTES", 1_000_000)
+    for n in range(12):
+        await streams.add(request(f"{n}") + b" " * 300_000, f"{n}")
+    async with streams.session() as first, first.consuming(12):
+        for _ in range(12):
+            await take(first)
+    async with streams.session() as transport:
+        transport._hands.limit = 12
+        await transport._take(12)
+        assert len(transport._hands.everything()) == 4
+        async with transport.consuming(12):
+            for _ in range(12):
+                await transport.settle(await take(transport), Ack())
+    assert not (await streams.inside()).copies

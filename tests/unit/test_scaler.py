@@ -212,6 +212,19 @@ async def test_deadlines_of_jobs_count() -> None:
 # ---------------------------------------------------------------- not seen
 
 
+async def test_a_fault_of_ours_blinds_the_signal_and_ends_nothing() -> None:
+    """The intake runs it, too: what cannot be made out of a queue must not take that along."""
+    queue = Queue(Backlog(ready=3, in_flight=0))
+    queue.away = ValueError("could not convert string to float")
+
+    async with looking(view := view_of(queue, MemoryFleet(now=now))):
+        assert why_not(view) == "the look failed: ValueError"
+        queue.away = None
+        await asyncio.sleep(INTERVAL_S + 0.1)
+
+        assert wanted(view) == 3
+
+
 @pytest.mark.parametrize("away", [TransportLost("no broker"), StoreUnavailable("no store")], ids=["broker", "store"])
 async def test_what_cannot_be_seen_is_not_nothing(away: Exception) -> None:
     """No wish is written and no number is told: a 0 would end replicas that are at work."""

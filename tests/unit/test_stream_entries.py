@@ -62,6 +62,11 @@ def test_without_an_id_there_is_no_field_for_it() -> None:
     assert b"job_id" not in entry_fields(b"{}", None, enqueued_at=1.5)
 
 
+def test_an_id_that_is_no_text_is_none() -> None:
+    """With a sign in place of what cannot be read, two of them would be one, and answered as one."""
+    assert contents_of([b"job_id", b"a\xff", b"request", b"no"]).message_id is None
+
+
 def test_a_copy_differs_by_its_attempt_alone() -> None:
     copy = dict(zip(copy_of(ENTRY, 3)[::2], copy_of(ENTRY, 3)[1::2], strict=True))
 

@@ -3,17 +3,26 @@
 import asyncio
 
 from inference_worker.ports import Delivery
-from inference_worker.transports.stream_hands import LONGEST_AHEAD_S, LOOKED_BACK, SHORT_S, Hands, Receipt, receipt_of
+from inference_worker.transports.stream_hands import (
+    LONGEST_AHEAD_S,
+    LOOKED_BACK,
+    MOST_BYTES,
+    SHORT_S,
+    Appetite,
+    Hands,
+    Receipt,
+    receipt_of,
+)
 
 
-def delivery(name: str, *, read_at: float = 0.0, count: int = 1) -> Delivery:
+def delivery(name: str, *, read_at: float = 0.0, count: int = 1, size_bytes: int = 0) -> Delivery:
     return Delivery(
         body=b"",
         attempts=0,
         queue="s",
         message_id=name,
         redelivered=False,
-        receipt=Receipt(entry_id=name, count=count, fields=(), read_at=read_at),
+        receipt=Receipt(entry_id=name, count=count, fields=(), read_at=read_at, size_bytes=size_bytes),
         lost=asyncio.Event(),
     )
 
@@ -176,3 +185,45 @@ def test_when_the_session_is_over_nothing_is_ours() -> None:
     assert held.lost.is_set()
     assert not made.everything()
     assert not made.free
+
+
+def test_what_lies_read_ahead_is_bounded_in_bytes() -> None:
+    """Whatever the limit: what is handed up is counted by the listener, and what is not is by nobody else."""
+    made = hands(1000)
+    made.put(delivery("a", size_bytes=MOST_BYTES))
+    made.put(delivery("b", size_bytes=1))
+    assert made.wanted == 0
+    made.hand_up(0.0)
+
+    assert made.wanted == 998
+    made.put(delivery("c", size_bytes=MOST_BYTES))
+    made.drop("c", 1)
+    assert made.wanted == 998
+    made.put(delivery("d", size_bytes=MOST_BYTES))
+    made.lose_all()
+    assert made.wanted == 1000
+
+
+def test_of_large_entries_few_are_asked_for_in_one_go() -> None:
+    appetite = Appetite()
+    at_first = appetite.portion(1000)
+    appetite.saw([10, MOST_BYTES // 4, 10])
+
+    assert at_first == 32
+    assert appetite.portion(1000) == 4
+    assert appetite.portion(3) == 3
+    appetite.saw([MOST_BYTES * 20])
+    assert appetite.portion(1000) == 1
+    assert appetite.portion(0) == 0
+
+
+def test_once_entries_are_small_again_more_are_asked_for_step_by_step() -> None:
+    appetite = Appetite()
+    appetite.saw([MOST_BYTES])
+    portions = []
+    for _ in range(6):
+        appetite.saw([100])
+        appetite.saw([])
+        portions.append(appetite.portion(1000))
+
+    assert portions == [2, 4, 8, 16, 32, 32]
