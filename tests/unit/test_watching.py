@@ -1,17 +1,18 @@
-"""Dashboard, alerts and runbook fit what the worker exports, and each other."""
+"""Dashboard, alerts, runbook and docs fit what worker, gateway and scaler export, and each other."""
 
 import re
 
 import pytest
 import yaml
 
-from inference_worker.metrics import WorkerMetrics
 from tests.watching import (
     ALERT_TESTS,
     RUNBOOK,
     Alert,
     alerts,
     dashboard,
+    documented,
+    exported,
     panel_expressions,
     selectors,
 )
@@ -21,15 +22,7 @@ TARGET_LABELS = {"deployment", "instance", "job"}
 """What the scrape adds to every series: docs/deploy.md."""
 GROUPED = re.compile(r"\b(?:by|on|without|ignoring)\s*\(([^)]*)\)")
 
-EXPORTED = {
-    sample.name: {label: set[str]() for label in sample.labels}
-    for family in WorkerMetrics().registry.collect()
-    for sample in family.samples
-}
-for _family in WorkerMetrics().registry.collect():
-    for _sample in _family.samples:
-        for _label, _value in _sample.labels.items():
-            EXPORTED[_sample.name][_label].add(_value)
+EXPORTED = exported()
 EXPORTED["up"] = {}
 """Prometheus' own: whether the scrape succeeded."""
 
@@ -82,9 +75,45 @@ def test_the_selectors_of_an_expression_are_found() -> None:
 
 def test_everything_that_is_exported_is_on_the_dashboard() -> None:
     shown = {selector.metric for _, expression in panel_expressions() for selector in selectors(expression)}
-    exported = {re.sub(r"_(bucket|sum|count)$", "_bucket", name) for name in EXPORTED} - {"up"}
+    there = {re.sub(r"_(bucket|sum|count)$", "_bucket", name) for name in EXPORTED} - {"up"}
 
-    assert exported - shown == set()
+    assert there - shown == set()
+
+
+def test_everything_that_is_exported_has_its_row_in_the_docs_and_nothing_else_has() -> None:
+    """Types and label values are held by each part's own tests; those of the scaler, here."""
+    there = {re.sub(r"_(bucket|sum|count)$", "", name) for name in EXPORTED} - {"up"}
+
+    assert documented().keys() == there
+    for name, cell in documented().items():
+        if name.startswith("inference_worker_scale_"):
+            labels = {word for label, values in EXPORTED[name].items() for word in (label, *values)}
+            assert set(re.findall(r"`(\w+)`", cell)) == labels
+
+
+def test_the_dashboard_can_be_turned_to_each_of_the_processes() -> None:
+    """Also where a deployment has no worker at the moment."""
+    for variable in dashboard()["templating"]["list"]:
+        if variable["type"] == "query":
+            asked = re.findall(r'__name__=~"([^"]*)"', str(variable["query"]))
+            (names,) = [set(found.split("|")) for found in asked]
+            assert names <= EXPORTED.keys()
+            assert {re.sub(r"_(build_info|up)$", "", name) for name in names} == {
+                "inference_worker",
+                "inference_worker_gateway",
+                "inference_worker_scale",
+            }
+
+
+def test_no_panel_has_the_number_or_the_title_of_another() -> None:
+    panels = dashboard()["panels"]
+    rows = [index for index, panel in enumerate(panels) if panel["type"] == "row"]
+
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    for begin, end in zip(rows, [*rows[1:], len(panels)], strict=True):
+        titles = [panel["title"] for panel in panels[begin:end]]
+        assert len(set(titles)) == len(titles)
+    assert all(panel["description"] for panel in panels if panel["type"] != "row")
 
 
 def test_every_query_of_the_dashboard_follows_its_variables() -> None:
