@@ -106,8 +106,11 @@ class JobBook(Protocol):
     async def leave(self, reserved: "Reserved") -> None:
         """It is not known whether the queue has the job: the next call with the key may take it over at once."""
 
-    async def find(self, job_id: str) -> JobRecord | None:
-        """The record of a job, also of one that is only reserved; None where there is none."""
+    async def find(self, job_id: str, tenant: str | None = None) -> JobRecord | None:
+        """The record of a job, also of one that is only reserved; None where there is none.
+
+        With a `tenant` one of another is not read either: how long it takes must not tell that it is there.
+        """
 
     async def page(self, tenant: str, *, limit: int, after: str | None) -> "Page":
         """The tenant's jobs, newest first, at most `limit`, from behind the cursor `after`.

@@ -17,7 +17,7 @@ from inference_worker.assembly import Outside, client_name, rabbitmq_queue, redi
 from inference_worker.config.settings import BROUGHT, Settings
 from inference_worker.confirmed_intake import ConfirmedIntake
 from inference_worker.dlq_reach import Reach, reach_of
-from inference_worker.errors import ConfigurationError, TransportLost
+from inference_worker.errors import TransportLost
 from inference_worker.gateway import dead_letters, scale, webhook_routes
 from inference_worker.gateway.addresses import AddressFilter, validate_url
 from inference_worker.gateway.bodies import MOST_BYTES_AT_ONCE, Bodies
@@ -149,11 +149,8 @@ def key_file(settings: Settings) -> KeyFile | None:
     """Who may come in; None where nobody is asked.
 
     Raises:
-        ConfigurationError: the file is bad, or the webhook secret is.
+        ConfigurationError: the file is bad.
     """
-    secret = settings.gateway.webhook_secret
-    if secret is not None and (wrong := secret_problem(secret.now())) is not None:
-        raise ConfigurationError((f"GATEWAY_WEBHOOK_SECRET: {wrong}",))
     path = settings.gateway.api_keys_file
     return None if path is None else KeyFile(path, secret_problem)
 

@@ -89,6 +89,14 @@ class JobBookContract:
     async def test_an_unknown_job_is_none(self, harness: BookHarness) -> None:
         assert await harness.book.find("a") is None
 
+    @pytest.mark.parametrize("tenant", ["t", "ä tenant", ""])
+    async def test_a_tenant_finds_its_own_record_alone(self, harness: BookHarness, tenant: str) -> None:
+        await self.accepted(harness, record(tenant=tenant))
+
+        assert await harness.book.find("a", tenant) == record(tenant=tenant)
+        assert await harness.book.find("a", "another") is None
+        assert await harness.book.find("b", tenant) is None
+
     @pytest.mark.parametrize("status", ["completed", "failed"])
     async def test_the_end_of_a_job_is_in_its_record(
         self, harness: BookHarness, status: Literal["completed", "failed"]

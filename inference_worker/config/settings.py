@@ -35,6 +35,7 @@ from inference_worker.config.values import (
     StreamName,
     Text,
     Token,
+    WebhookSecret,
     WholeSeconds,
     is_off,
     open_regular,
@@ -412,7 +413,7 @@ class GatewaySettings(Part):
         "GATEWAY_WAIT_S", 120.0, "how long the OpenAI-compatible paths wait for an answer before they say 504", 3600
     )
     max_body_bytes: int = whole("GATEWAY_MAX_BODY_BYTES", 16_777_216, "a larger body is refused (413)", 1, 268_435_456)
-    webhook_secret: Token | None = variable(
+    webhook_secret: WebhookSecret | None = variable(
         "GATEWAY_WEBHOOK_SECRET",
         None,
         "signs webhooks of tenants that have no secret of their own; without any there are no webhooks",
@@ -443,7 +444,14 @@ class CallerSettings(Part):
 
 class ScaleSettings(Part):
     least: int = whole("SCALE_MIN", 1, "fewest replicas that are ever wanted", 0, 100_000)
-    most: int = whole("SCALE_MAX", 10, "most replicas that are ever wanted", 0, 100_000)
+    most: int = variable(
+        "SCALE_MAX",
+        10,
+        "most replicas that are ever wanted",
+        "a whole number from SCALE_MIN to 100000",
+        ge=0,
+        le=100_000,
+    )
     per_replica: int = whole(
         "SCALE_TARGET_PER_REPLICA",
         0,
@@ -479,7 +487,6 @@ class TlsSettings(Part):
             # An encrypted key would ask for its password on the terminal.
             context.load_cert_chain(self.cert_file, self.key_file, password="")
         return context
-
 
     def public_context(self) -> ssl.SSLContext:
         """What strangers are reached with: our authorities besides the system's, and no certificate of ours.
@@ -653,6 +660,7 @@ def describe() -> list[Variable]:
 def warnings(settings: Settings) -> list[str]:
     """What is allowed and probably not meant, one sentence each."""
     rabbitmq, redis, model, ops = settings.rabbitmq, settings.redis, settings.model, settings.ops
+    over_rabbitmq = settings.transport.kind == "rabbitmq"
     found = (
         (
             model.infer_timeout_s > redis.response_ttl_s,
@@ -660,7 +668,7 @@ def warnings(settings: Settings) -> list[str]:
             "message asks for it, and the request would run and be billed twice",
         ),
         (
-            model.infer_timeout_s > ACKNOWLEDGEMENT_LIMIT_S,
+            over_rabbitmq and model.infer_timeout_s > ACKNOWLEDGEMENT_LIMIT_S,
             f"MODEL_INFER_TIMEOUT_S is above {ACKNOWLEDGEMENT_LIMIT_S} s: RabbitMQ closes the channel of a consumer "
             "that holds a message longer, unless its consumer_timeout is raised",
         ),
@@ -670,16 +678,33 @@ def warnings(settings: Settings) -> list[str]:
             "it (stop_grace_period, terminationGracePeriodSeconds)",
         ),
         (
-            rabbitmq.queue_type == "quorum" and rabbitmq.delivery_limit <= rabbitmq.max_crashes,
+            over_rabbitmq and rabbitmq.queue_type == "quorum" and rabbitmq.delivery_limit <= rabbitmq.max_crashes,
             "RABBITMQ_DELIVERY_LIMIT is not above INFERENCE_MAX_CRASHES: the broker dead-letters a request before "
             "the worker can say why",
         ),
         (
-            rabbitmq.heartbeat_s > 600,
+            over_rabbitmq and rabbitmq.heartbeat_s > 600,
             "RABBITMQ_HEARTBEAT_S is above 600 s: a dead connection is noticed only after two of them",
         ),
     )
-    return [text for applies, text in found if applies]
+    return [*(text for applies, text in found if applies), *_of_the_other_transport(settings)]
+
+
+def _of_the_other_transport(settings: Settings) -> Iterator[str]:
+    """Variables that are set for a queue that is not in use, where the queue in use has one for the same."""
+    rabbitmq, redis, streams = settings.rabbitmq, settings.redis, settings.streams
+    pairs = (
+        (rabbitmq, "prefetch", "RABBITMQ_PREFETCH", streams, "concurrency", "IWL_CONCURRENCY"),
+        (rabbitmq, "max_retries", "RABBITMQ_MAX_RETRIES", streams, "max_attempts", "IWL_MAX_ATTEMPTS"),
+        (rabbitmq, "retry_delay_s", "RABBITMQ_RETRY_DELAY_S", streams, "retry_delay_s", "IWL_RETRY_DELAY_S"),
+        (redis, "claim_lease_s", "CLAIM_LEASE_S", streams, "claim_idle_ms", "IWL_CLAIM_IDLE_MS"),
+    )
+    for one, field, name, other, other_field, other_name in pairs:
+        set_here, set_there = field in one.model_fields_set, other_field in other.model_fields_set
+        if settings.over_streams and set_here and not set_there:
+            yield f"{name} has no effect with TRANSPORT=redis-streams: {other_name} is what counts there"
+        if not settings.over_streams and set_there and not set_here:
+            yield f"{other_name} has no effect without TRANSPORT=redis-streams: {name} is what counts here"
 
 
 def _parts() -> Iterator[tuple[str, type[Part]]]:
@@ -753,7 +778,8 @@ def _what(error: ErrorDetails, value: str | Text | None) -> str:
 
 def _across(parts: Mapping[str, Part], values: Mapping[str, str | Text], needs: Needs) -> Iterable[tuple[str, str]]:
     """What only two variables together tell. A part that is wrong by itself is missing here."""
-    if "METRIC_SERVER_SERVICE_TOKEN" not in values and not is_off(values.get("METRIC_SERVER_URL")):
+    reports = needs in ("run", "dev")
+    if reports and "METRIC_SERVER_SERVICE_TOKEN" not in values and not is_off(values.get("METRIC_SERVER_URL")):
         yield "METRIC_SERVER_SERVICE_TOKEN", "is required and not set"
     match parts:
         case {"rabbitmq": RabbitMQSettings(dlq=dlq), "identity": IdentitySettings(request_queue=queue)} if dlq == queue:
@@ -764,6 +790,8 @@ def _across(parts: Mapping[str, Part], values: Mapping[str, str | Text], needs: 
     match parts:
         case {"streams": StreamsSettings(stream=stream, dead_letters=dead)} if stream == dead:
             yield "IWL_DLQ_STREAM", "is the name of the stream of requests"
+        case {"streams": StreamsSettings(stream=stream, dead_letters=dead)} if dead == f"{stream}:delayed":
+            yield "IWL_DLQ_STREAM", "is where the retries lie that wait for their time"
     match parts:
         case {"scale": ScaleSettings(least=least, most=most)} if least > most:
             yield "SCALE_MAX", f"{most} is below SCALE_MIN, which is {least}"

@@ -3,6 +3,8 @@
 Not here: which variables there are; `settings` has those.
 """
 
+import base64
+import binascii
 import ipaddress
 import math
 import re
@@ -17,6 +19,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 MOST_FILE_BYTES = 65536
 DAY_S = 86400
 AMQP_SHORT_STRING_BYTES = 255
+SECRET_PREFIX = "whsec_"
+FEWEST_SECRET_BYTES = 24
+MOST_SECRET_BYTES = 64
+"""Of a webhook's secret, as Standard Webhooks 1.0 has it."""
 DELAY_SUFFIX_BYTES = 24
 """Room that the request queue's name leaves for the names of its delay queues."""
 
@@ -269,9 +275,40 @@ def _networks(given: object) -> tuple[str, ...]:
     for network in networks:
         try:
             ipaddress.ip_network(network)
-        except ValueError:
-            raise ValueError("has a part that is no network, such as 10.0.0.0/8 or fd00::/8") from None
+        except ValueError as exc:
+            raise ValueError(f"has a part that is no network: {str(exc)[:200]}") from None
     return tuple(networks)
+
+
+def read_secrets(text: str) -> tuple[bytes, ...]:
+    """The keys of one or several secrets with spaces between them: several while they are being rotated.
+
+    Raises:
+        ValueError: what is wrong, without the secret.
+    """
+    keys = []
+    for secret in text.split():
+        try:
+            key = base64.b64decode(secret.removeprefix(SECRET_PREFIX), validate=True)
+        except (binascii.Error, ValueError):
+            key = b""
+        if not secret.startswith(SECRET_PREFIX) or not FEWEST_SECRET_BYTES <= len(key) <= MOST_SECRET_BYTES:
+            raise ValueError(
+                f"is no webhook secret; accepted: {SECRET_PREFIX} and {FEWEST_SECRET_BYTES} to {MOST_SECRET_BYTES} "
+                "bytes as base64"
+            )
+        keys.append(key)
+    if not keys:
+        raise ValueError("there is no webhook secret")
+    return tuple(keys)
+
+
+def _webhook_secret(text: str) -> str:
+    try:
+        read_secrets(text)
+    except ValueError:
+        raise ValueError("is no webhook secret") from None
+    return text
 
 
 def _stream_name(text: str) -> str:
@@ -302,6 +339,7 @@ AmqpUrl = Annotated[Text, _text_of(_amqp_url, secret=False)]
 RedisUrl = Annotated[Text, _text_of(_redis_url, secret=False)]
 SinkUrl = Annotated[Text | None, PlainValidator(_sink_url)]
 Password = Annotated[Text, _text_of(_plain, secret=True)]
+WebhookSecret = Annotated[Text, _text_of(_webhook_secret, secret=True)]
 Token = Annotated[Text, _text_of(_token, secret=True)]
 Host = Annotated[str, AfterValidator(_host)]
 Plain = Annotated[str, AfterValidator(_plain)]

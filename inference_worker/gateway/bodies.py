@@ -1,6 +1,7 @@
 """Reads the bodies of requests, each and all together within their bounds. What is in them is not looked at."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Final
@@ -35,10 +36,15 @@ class Bodies:
         self._most_bytes_at_once = most_bytes_at_once
         self._within_s = within_s
         self._held_bytes = 0
+        self._held_by: Counter[str] = Counter()
 
     @asynccontextmanager
-    async def json(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """The body, which must say that it is JSON; it counts until the context is left."""
+    async def json(self, request: Request, tenant: str = "") -> AsyncGenerator[bytes, None]:
+        """The body, which must say that it is JSON; it counts until the context is left.
+
+        One tenant may hold half of the room, so that slow bodies of one do not shut the others out.
+        """
+        most_of_one = self._most_bytes_at_once // 2 if tenant else self._most_bytes_at_once
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             # Also keeps web pages of other sites out: a browser asks before it sends JSON elsewhere.
@@ -54,9 +60,10 @@ class Bodies:
                     async for chunk in request.stream():
                         body += chunk
                         self._held_bytes += len(chunk)
+                        self._held_by[tenant] += len(chunk)
                         if len(body) > self.most_bytes:
                             raise self._too_large()
-                        if self._held_bytes > self._most_bytes_at_once:
+                        if self._held_bytes > self._most_bytes_at_once or self._held_by[tenant] > most_of_one:
                             raise Refusal(
                                 503, "overloaded", "Too many bodies are being read; try again.", headers=CLOSE
                             )
@@ -68,6 +75,9 @@ class Bodies:
             yield bytes(body)
         finally:
             self._held_bytes -= len(body)
+            self._held_by[tenant] -= len(body)
+            if not self._held_by[tenant]:
+                del self._held_by[tenant]
 
     def _too_large(self) -> Refusal:
         return Refusal(413, "body_too_large", f"The body is larger than {self.most_bytes} bytes.", headers=CLOSE)

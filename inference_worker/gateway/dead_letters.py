@@ -160,7 +160,7 @@ class _Desk:
             async with self._reach() as (letters, store):
                 return await run(letters, store)
         except TransportLost as exc:
-            raise Refusal(503, "queue_unavailable", f"The broker cannot be reached: {exc}.") from exc
+            raise Refusal(503, "queue_unavailable", "The broker cannot be reached.", because=str(exc)) from exc
         except (NoDeadLetterQueue, LookedAtTooOften) as exc:
             raise Refusal(409, "cannot_look", str(exc)) from exc
         finally:

@@ -7,6 +7,8 @@ answer to a fault of ours would pass them by.
 import asyncio
 import re
 import secrets
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from typing import Final, cast
 
 from fastapi import Request
@@ -17,6 +19,7 @@ from inference_worker.gateway.bodies import CLOSE
 from inference_worker.gateway.keys import ANYBODY, Caller, KeyFile, given_key
 from inference_worker.gateway.metrics import GatewayMetrics, RefusedBecause, Route
 from inference_worker.gateway.problems import Refusal, answer, is_openai
+from inference_worker.timing import ended
 
 OPEN_PATHS: Final = frozenset({"/", "/livez", "/readyz", "/healthz", "/metrics", "/docs", "/openapi.json"})
 """What is answered without a key: nothing of any job is in it."""
@@ -57,6 +60,9 @@ class Edge:
         if scope["type"] != "http":
             await self._web(scope, receive, send)
             return
+        if scope["method"] == "HEAD":
+            # What GET would answer; the server leaves the body out.
+            scope = {**scope, "method": "GET"}
         loop = asyncio.get_running_loop()
         begun, headers, status = loop.time(), Headers(scope=scope), 500
         given = headers.get("x-request-id", "")
@@ -91,7 +97,7 @@ class Edge:
         return None if key is None else self._keys.caller(key)
 
     async def _unauthorized(self, scope: Scope, receive: Receive, send: Send) -> None:
-        detail = "An API key is needed: Authorization: Bearer <key>, or X-API-Key: <key>."
+        detail = "An API key that is known here is needed: Authorization: Bearer <key>, or X-API-Key: <key>."
         headers = {"WWW-Authenticate": 'Bearer realm="inference-worker"'}
         if scope["method"] not in ("GET", "HEAD", "DELETE"):
             headers |= CLOSE
@@ -105,6 +111,23 @@ class Edge:
 def caller_of(request: Request) -> Caller:
     """Who asks."""
     return cast(Caller, request.scope["state"]["caller"])
+
+
+@asynccontextmanager
+async def client_gone(receive: Receive) -> AsyncGenerator[asyncio.Event, None]:
+    """Inside it the event is set once the client has gone. Its body has been read, or does not matter."""
+    gone = asyncio.Event()
+
+    async def listen() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone.set()
+
+    listening = asyncio.create_task(listen())
+    try:
+        yield gone
+    finally:
+        await ended(listening)
 
 
 async def tenant_of(request: Request) -> str:

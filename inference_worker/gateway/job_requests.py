@@ -9,12 +9,14 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
 from inference_worker.gateway.problems import Refusal
 from inference_worker.messages import json_mended
+
+T = TypeVar("T")
 
 LONGEST_WAIT_S: Final = 60.0
 DEFAULT_TIMEOUT_S: Final = 60.0
@@ -22,10 +24,21 @@ LONGEST_KEY: Final = 512
 MOST_METADATA_BYTES: Final = 16 * 1024
 """Metadata is kept with the record of a job, for days."""
 
+MOST_FIELD_BYTES: Final = 16 * 1024
+"""Of a field beside the payload, as it came. One that is larger is wrong in any case, and is not decoded: out of a list
+of millions would become millions of objects, while everybody waits."""
+
+MOST_SEARCHED_BYTES: Final = 1024 * 1024
+"""Of a body whose fields are all looked at by name. In a larger one, the first that is not known is named alone."""
+
+MOST_PROBLEMS: Final = 20
+"""What is wrong with one body is told up to here: an answer may not be larger than what it answers."""
+
 DEFAULT_PAGE: Final = 20
 LARGEST_PAGE: Final = 100
 FIELDS: Final = ("payload", "timeout_s", "endpoint", "metadata", "idempotency_key", "webhook")
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f]")
+_UNKNOWN: Final = re.compile("Object contains unknown field `(.*)`", re.DOTALL)
 _QUOTED: Final = re.compile(r'"((?:[^"\\]|\\["\\])*)"')
 
 
@@ -63,7 +76,8 @@ def read_job(
     Raises:
         Refusal: with every field that is wrong.
     """
-    found = _Findings(_object(body, "The body"), body)
+    fields, unknown = _job_fields(body)
+    found = _Findings(fields, body)
     job = NewJob(
         payload=found.payload(),
         timeout_s=found.timeout_s(),
@@ -72,7 +86,7 @@ def read_job(
         key=found.key(header_key),
         webhook_url=found.webhook(check_webhook),
     )
-    found.unknown()
+    found.unknown(unknown)
     if found.problems:
         detail = "; ".join(f"{p['pointer']}: {p['detail']}" for p in found.problems)
         raise Refusal(422, "invalid_request", detail, problems=tuple(found.problems))
@@ -93,29 +107,85 @@ def read_payload(body: bytes) -> Wanted:
     Raises:
         Refusal: it is no JSON object.
     """
-    fields = _object(body, "The body")
-    stream = bytes(fields.get("stream", b"")) == b"true"
+    fields = _object(body, _Payload)
+    stream = bytes(fields.stream) == b"true"
     include_usage = False
-    if stream and "stream_options" in fields:
+    if stream and bytes(fields.stream_options):
         with contextlib.suppress(msgspec.MsgspecError, RecursionError):
-            options = msgspec.json.decode(json_mended(bytes(fields["stream_options"])))
-            include_usage = isinstance(options, dict) and options.get("include_usage") is True
+            options = msgspec.json.decode(json_mended(bytes(fields.stream_options)), type=_StreamOptions)
+            include_usage = bytes(options.include_usage) == b"true"
     return Wanted(stream=stream, include_usage=include_usage)
 
 
-def _object(body: bytes, what: str) -> dict[str, msgspec.Raw]:
+_ABSENT: Final = msgspec.Raw(b"")
+
+
+class _Payload(msgspec.Struct):
+    """What is looked at in a payload. All else is read over and becomes no object, however much it is."""
+
+    stream: msgspec.Raw = _ABSENT
+    stream_options: msgspec.Raw = _ABSENT
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: msgspec.Raw = _ABSENT
+
+
+class _Job(msgspec.Struct, forbid_unknown_fields=True):
+    """The fields of `FIELDS`."""
+
+    payload: msgspec.Raw = _ABSENT
+    timeout_s: msgspec.Raw = _ABSENT
+    endpoint: msgspec.Raw = _ABSENT
+    metadata: msgspec.Raw = _ABSENT
+    idempotency_key: msgspec.Raw = _ABSENT
+    webhook: msgspec.Raw = _ABSENT
+
+
+class _AnyJob(msgspec.Struct):
+    """The same, beside others."""
+
+    payload: msgspec.Raw = _ABSENT
+    timeout_s: msgspec.Raw = _ABSENT
+    endpoint: msgspec.Raw = _ABSENT
+    metadata: msgspec.Raw = _ABSENT
+    idempotency_key: msgspec.Raw = _ABSENT
+    webhook: msgspec.Raw = _ABSENT
+
+
+def _job_fields(body: bytes) -> tuple[dict[str, msgspec.Raw], list[str]]:
+    """The fields that are there, and the names of those that are not known."""
+    unknown: list[str] = []
+    try:
+        found: _Job | _AnyJob = _object(body, _Job)
+    except _UnknownField as exc:
+        found, unknown = _object(body, _AnyJob), [exc.name]
+        if len(body) <= MOST_SEARCHED_BYTES:
+            unknown = [name for name in _object(body, dict[str, msgspec.Raw]) if name not in FIELDS]
+    values = ((name, getattr(found, name)) for name in FIELDS)
+    return {name: value for name, value in values if bytes(value)}, unknown
+
+
+class _UnknownField(Exception):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def _object(body: bytes, kind: type[T]) -> T:
     try:
         body.decode()
-        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        return msgspec.json.decode(body, type=kind)
     except UnicodeDecodeError as exc:
-        detail = f"{what} must be UTF-8: {exc.reason} at byte {exc.start}."
+        detail = f"The body must be UTF-8: {exc.reason} at byte {exc.start}."
         raise Refusal(400, "invalid_json", detail) from exc
     except msgspec.ValidationError as exc:
-        raise Refusal(400, "invalid_json", f"{what} must be a JSON object: {exc}.") from exc
+        if unknown := _UNKNOWN.fullmatch(str(exc)):
+            raise _UnknownField(unknown[1]) from None
+        raise Refusal(400, "invalid_json", f"The body must be a JSON object: {exc}.") from exc
     except (msgspec.DecodeError, RecursionError) as exc:
         if (mended := json_mended(body)) != body:
-            return _object(mended, what)
-        raise Refusal(400, "invalid_json", f"{what} must be JSON: {exc}.") from exc
+            return _object(mended, kind)
+        raise Refusal(400, "invalid_json", f"The body must be JSON: {exc}.") from exc
 
 
 class _Findings:
@@ -161,12 +231,12 @@ class _Findings:
         return None
 
     def metadata(self) -> dict[str, str]:
+        if len(self._fields.get("metadata", b"")) > MOST_METADATA_BYTES:
+            self._wrong("metadata", "is too large", f"at most {MOST_METADATA_BYTES} bytes")
+            return {}
         value = self._decoded("metadata", {})
         if not (isinstance(value, dict) and all(isinstance(text, str) for text in value.values())):
             self._wrong("metadata", f"got {_shown(value)}", "an object whose values are strings")
-            return {}
-        if len(self._fields.get("metadata", b"")) > MOST_METADATA_BYTES:
-            self._wrong("metadata", "is too large", f"at most {MOST_METADATA_BYTES} bytes")
             return {}
         return value
 
@@ -184,7 +254,8 @@ class _Findings:
     def webhook(self, check: CheckWebhook) -> str | None:
         if "webhook" not in self._fields:
             return None
-        value, accepted = self._decoded("webhook", None), 'an object with a URL: {"url": "https://…"}'
+        value = self._decoded("webhook", None)
+        accepted = 'an object with a URL of a public address: {"url": "https://…"}'
         if not (isinstance(value, dict) and value.keys() == {"url"} and isinstance(value["url"], str)):
             self._wrong("webhook", f"got {_shown(value)}", accepted)
             return None
@@ -193,15 +264,16 @@ class _Findings:
             self._wrong("webhook", wrong, accepted)
         return url
 
-    def unknown(self) -> None:
+    def unknown(self, names: list[str]) -> None:
         """A field that is accepted and ignored would be a promise that is not kept."""
-        for name in self._fields:
-            if name not in FIELDS:
-                self._wrong(name, "is not known", "the fields " + ", ".join(FIELDS))
+        for name in names[:MOST_PROBLEMS]:
+            self._wrong(name, "is not known", "the fields " + ", ".join(FIELDS))
 
     def _decoded(self, name: str, default: object) -> object:
         if name not in self._fields:
             return default
+        if len(self._fields[name]) > MOST_FIELD_BYTES:
+            return self._fields[name]
         try:
             return msgspec.json.decode(self._fields[name])
         except (msgspec.MsgspecError, RecursionError):
@@ -213,7 +285,8 @@ class _Findings:
 
 
 def _shown(value: object) -> str:
-    text = bytes(value).decode() if isinstance(value, msgspec.Raw) else msgspec.json.encode(value).decode()
+    raw = bytes(value) if isinstance(value, msgspec.Raw) else msgspec.json.encode(value)
+    text = raw[: 4 * 61].decode(errors="ignore")  # A character has four bytes at most.
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 

@@ -125,13 +125,14 @@ class Jobs:
         except NotAccepted as exc:
             if exc.for_good:
                 raise Refusal(413, "body_too_large", f"The job is not accepted: {exc}.") from exc
-            raise Refusal(503, "queue_unavailable", f"The job is not accepted: {exc}.") from exc
+            detail = "The job is not accepted, the queue has not confirmed it."
+            raise Refusal(503, "queue_unavailable", detail, because=str(exc)) from exc
         except TransportLost as exc:
-            detail = f"The job is not accepted, the queue cannot be reached: {exc}."
-            raise Refusal(503, "queue_unavailable", detail) from exc
+            detail = "The job is not accepted, the queue cannot be reached."
+            raise Refusal(503, "queue_unavailable", detail, because=str(exc)) from exc
         except StoreUnavailable as exc:
-            detail = f"The job is not accepted, the store cannot be asked: {exc}."
-            raise Refusal(503, "store_unavailable", detail) from exc
+            detail = "The job is not accepted, the store cannot be asked."
+            raise Refusal(503, "store_unavailable", detail, because=str(exc)) from exc
         if isinstance(taken, OtherBody):
             detail = "The idempotency key stands for a job that asked for something else."
             raise Refusal(422, "idempotency_key_reused", detail)
@@ -152,8 +153,10 @@ class Jobs:
 
     # ------------------------------------------------------------ looking
 
-    async def look(self, job_id: str, tenant: str, wait_s: float = 0.0) -> View:
+    async def look(self, job_id: str, tenant: str, wait_s: float = 0.0, gone: asyncio.Event | None = None) -> View:
         """The job as it is now, or as soon as it has ended, `wait_s` seconds from now at the latest.
+
+        `gone` ends the wait, not the job: who waited does not any more.
 
         Raises:
             Refusal: there is no such job, or it is gone.
@@ -162,7 +165,7 @@ class Jobs:
         record = await self._find(job_id, tenant)
         view = await self._view(job_id, record)
         if wait_s > 0 and view["status"] in OPEN:
-            match await self.wait(job_id, wait_s):
+            match await self.wait(job_id, wait_s, gone):
                 case Ended(stored=stored):
                     return ended_view(job_id, stored, record)
                 case NotYet(unanswered=why) if why:
@@ -271,7 +274,8 @@ class Jobs:
         Raises:
             Refusal: 404, with the same steps and words whether nobody has such a job, or another one has.
         """
-        record = await self._book.find(job_id) if usable_id(job_id) else None
+        asks = tenant if self._knows_tenants else None
+        record = await self._book.find(job_id, asks) if usable_id(job_id) else None
         mine = record is not None and record.tenant == tenant
         if mine:
             return record

@@ -78,6 +78,8 @@ class KeyFile:
         self._path = path
         self._check_secret = check_secret
         self._looked_at = 0.0
+        self._unopened = ""
+        """Why the file could not be opened the last time, if so: no permission, no descriptor left, half swapped."""
         self._seen = self._stamp()
         try:
             self._known = self._read()
@@ -104,13 +106,17 @@ class KeyFile:
         if now - self._looked_at < LOOK_S:
             return
         self._looked_at = now
-        if (stamp := self._stamp()) == self._seen:
+        stamp = self._stamp()
+        # What could not be opened is tried again: nothing of the file itself need change for that to succeed.
+        if stamp == self._seen and not self._unopened:
             return
-        self._seen = stamp
+        changed, self._seen = stamp != self._seen, stamp
         try:
-            self._known = self._read()
+            self._known, self._unopened = self._read(), ""
         except (OSError, ValueError) as exc:
-            log.warning("the API keys cannot be read again; those from before hold", reason=_reason(exc))
+            before, self._unopened = self._unopened, _reason(exc) if isinstance(exc, OSError) else ""
+            if changed or self._unopened != before:
+                log.warning("the API keys cannot be read again; those from before hold", reason=_reason(exc))
         else:
             log.info("the API keys were read again", keys=len(self._known.callers))
 
@@ -146,6 +152,8 @@ class KeyFile:
         for tenant, secret in file.webhook_secrets.items():
             if (wrong := self._check_secret(secret)) is not None:
                 raise ValueError(f"webhook_secrets[{tenant!r}] {wrong}")
+        if not callers:
+            log.warning("the file of API keys has none: nobody can come in", file=self._path)
         return _Known(callers=callers, webhook_secrets=file.webhook_secrets)
 
 

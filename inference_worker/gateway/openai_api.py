@@ -6,7 +6,6 @@ goes away while he waits cancels his job, unless he gave it an idempotency key: 
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
 from typing import Final, assert_never
 
 import structlog
@@ -17,12 +16,12 @@ from inference_worker.errors import StoreUnavailable
 from inference_worker.gateway.bodies import Bodies
 from inference_worker.gateway.completions import KEEP_ALIVE, answer_of, chunks, error_event
 from inference_worker.gateway.description import COMPLETIONS, MODEL, MODELS
-from inference_worker.gateway.edge import caller_of
+from inference_worker.gateway.edge import caller_of, client_gone
 from inference_worker.gateway.job_requests import NewJob, Preference, Wanted, read_key, read_payload, read_prefer
 from inference_worker.gateway.jobs import Ended, Jobs, NotYet
 from inference_worker.gateway.problems import Refusal, json_answer, openai_error
 from inference_worker.job_book import JobRecord, Taken
-from inference_worker.timing import ended, quietly
+from inference_worker.timing import quietly
 
 log = structlog.get_logger(__name__)
 
@@ -86,13 +85,13 @@ class _Paths:
 
     async def complete(self, request: Request, endpoint: str) -> Response:
         """Queue the body as a payload, and answer with what became of it."""
-        tenant = caller_of(request).tenant
+        caller = caller_of(request)
         prefer = read_prefer(request.headers.get("prefer"))
         key = read_key(request.headers.get("idempotency-key"))
-        async with self._bodies.json(request) as body:
+        async with self._bodies.json(request, caller.tenant) as body:
             wanted = read_payload(body)
             job = NewJob(payload=body, timeout_s=TIMEOUT_S, endpoint=endpoint, key=key)
-            taken = await self._jobs.accept(job, tenant)
+            taken = await self._jobs.accept(job, caller.tenant)
             del job, body  # Who waits holds no body.
         headers = {"X-Job-Id": taken.record.job_id}
         if not taken.new:
@@ -104,7 +103,7 @@ class _Paths:
         if prefer.wait_s is not None:
             headers["Preference-Applied"] = f"wait={wait_s:g}"
         job_id = taken.record.job_id
-        async with _listening(request.receive) as gone:
+        async with client_gone(request.receive) as gone:
             outcome = await self._jobs.wait(job_id, min(FIRST_S, wait_s) if streams else wait_s, gone)
             if gone.is_set() and isinstance(outcome, NotYet):
                 await self._abandoned(taken.record, key)
@@ -145,8 +144,8 @@ class _Paths:
             detail = f"Job {job_id} has not ended, and this gateway stops. {where}"
             return Refusal(503, "stopping", detail, job_id=job_id, final=True)
         if outcome.unanswered:
-            detail = f"Job {job_id}: the result store cannot be asked: {outcome.unanswered}. {where}"
-            return Refusal(503, "store_unavailable", detail, job_id=job_id, final=True)
+            detail = f"Job {job_id}: the result store cannot be asked. {where}"
+            return Refusal(503, "store_unavailable", detail, because=outcome.unanswered, job_id=job_id, final=True)
         detail = f"Job {job_id} has not ended within {wait_s:g} s. {where}"
         return Refusal(504, "not_ended_in_time", detail, job_id=job_id, final=True)
 
@@ -187,23 +186,6 @@ class _Paths:
                 return
 
 
-@asynccontextmanager
-async def _listening(receive: Receive) -> AsyncGenerator[asyncio.Event, None]:
-    """Inside it the event is set once the client has gone."""
-    gone = asyncio.Event()
-
-    async def listen() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        gone.set()
-
-    listening = asyncio.create_task(listen())
-    try:
-        yield gone
-    finally:
-        await ended(listening)
-
-
 class _Events(Response):
     """An event stream; unlike the framework's own it tells its source that the client has gone."""
 
@@ -219,7 +201,7 @@ class _Events(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with _listening(receive) as gone:
+        async with client_gone(receive) as gone:
             events = self._events(gone)
             try:
                 async for event in events:

@@ -12,6 +12,7 @@ import msgspec
 from fastapi import Response
 
 OPENAI_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models")
+OUR_PATHS: Final = ("/v1/jobs", "/v1/scale", "/v1/dead-letters")
 RETRY_AFTER_S: Final = 2
 """What is suggested where nothing is known: a neighbour that is away may be back soon."""
 
@@ -25,6 +26,7 @@ class Refusal(Exception):
         code: str,
         detail: str,
         *,
+        because: str = "",
         problems: tuple[Mapping[str, str], ...] = (),
         retry_after_s: int | None = None,
         job_id: str | None = None,
@@ -35,6 +37,8 @@ class Refusal(Exception):
         self.status = status
         self.code = code
         """For programs; the same in both shapes."""
+        self.because = because
+        """What a neighbour or a driver said, which may name addresses: for operators alone."""
         self.problems = problems
         """One for each field that is wrong: where, what is wrong, what is accepted."""
         self.job_id = job_id
@@ -49,21 +53,34 @@ class Refusal(Exception):
             # OpenAI's clients send a request that failed once more by themselves. Here that would be a second job.
             self.headers["X-Should-Retry"] = "false"
 
+    def text(self, *, operator: bool) -> str:
+        """What it says to whom."""
+        return f"{str(self).rstrip('.')}: {self.because.rstrip('.')}." if self.because and operator else str(self)
+
 
 def is_openai(path: str) -> bool:
     """Whether a path is one of those that speak as OpenAI does."""
-    return any(path == one or path.startswith(f"{one}/") for one in OPENAI_PATHS)
+    return _below(path, OPENAI_PATHS)
 
 
-def answer(path: str, refusal: Refusal) -> Response:
-    """A refusal as this path tells it."""
-    if is_openai(path):
-        return json_answer(openai_error(refusal), refusal.status, refusal.headers)
+def _below(path: str, those: tuple[str, ...]) -> bool:
+    return any(path == one or path.startswith(f"{one}/") for one in those)
+
+
+def _refused_as_openai(path: str) -> bool:
+    """Also what OpenAI has under /v1 and we have not: its clients show the message of no other body."""
+    return is_openai(path) or (path.startswith("/v1/") and not _below(path, OUR_PATHS))
+
+
+def answer(path: str, refusal: Refusal, *, operator: bool = False) -> Response:
+    """A refusal as this path tells it to an operator, or to somebody else."""
+    if _refused_as_openai(path):
+        return json_answer(openai_error(refusal, operator=operator), refusal.status, refusal.headers)
     body: dict[str, object] = {
         "type": "about:blank",
         "title": HTTPStatus(refusal.status).phrase,
         "status": refusal.status,
-        "detail": str(refusal),
+        "detail": refusal.text(operator=operator),
         "code": refusal.code,
     }
     if refusal.job_id is not None:
@@ -73,7 +90,7 @@ def answer(path: str, refusal: Refusal) -> Response:
     return json_answer(body, refusal.status, refusal.headers, media_type="application/problem+json")
 
 
-def openai_error(refusal: Refusal) -> dict[str, object]:
+def openai_error(refusal: Refusal, *, operator: bool = False) -> dict[str, object]:
     """A refusal as OpenAI writes it."""
     match refusal.status:
         case 401:
@@ -88,7 +105,8 @@ def openai_error(refusal: Refusal) -> dict[str, object]:
             kind = "server_error"
         case _:
             kind = "invalid_request_error"
-    error: dict[str, object] = {"message": str(refusal), "type": kind, "param": None, "code": refusal.code}
+    text = refusal.text(operator=operator)
+    error: dict[str, object] = {"message": text, "type": kind, "param": None, "code": refusal.code}
     if refusal.job_id is not None:
         error["job_id"] = refusal.job_id
     return {"error": error}

@@ -21,7 +21,7 @@ def permit_of(keys: KeyFile | None) -> Permit:
         key = given_key(request.headers)
         caller = None if key is None else keys.caller(key)
         if caller is None:
-            detail = "An API key is needed: Authorization: Bearer <key>, or X-API-Key: <key>."
+            detail = "An API key that is known here is needed: Authorization: Bearer <key>, or X-API-Key: <key>."
             raise Refusal(401, "unauthorized", detail, headers={"WWW-Authenticate": 'Bearer realm="inference-worker"'})
         if not caller.operator:
             raise Refusal(403, "operators_only", 'This is for operators: a key with "operator": true is needed.')

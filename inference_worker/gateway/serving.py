@@ -10,9 +10,13 @@ from typing import Final
 import uvicorn
 from starlette.types import ASGIApp
 
+from inference_worker.gateway.connections import ACCEPTED_AT_ONCE, Connection
 from inference_worker.timing import ended
 
 App = ASGIApp
+
+WAITING_CONNECTIONS: Final = 1024
+"""In the kernel's queue, until they are accepted."""
 
 CLOSE_S: Final = 2
 """How long requests that are under way may take at the end."""
@@ -31,6 +35,8 @@ async def serving(
     server = _Server(
         uvicorn.Config(
             web,
+            http=Connection,
+            backlog=ACCEPTED_AT_ONCE,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -46,6 +52,7 @@ async def serving(
             await asyncio.wait([up, serve], return_when=asyncio.FIRST_COMPLETED)
         finally:
             await ended(up)
+        sock.listen(WAITING_CONNECTIONS)  # The server has made it as short as what it accepts at once.
         address = sock.getsockname()
         shown = f"[{address[0]}]" if ":" in address[0] else address[0]
         yield f"http://{shown}:{address[1]}"
@@ -66,7 +73,7 @@ async def _bound(host: str, port: int, variable: str) -> socket.socket:
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(address)
-            sock.listen(1024)
+            sock.listen(WAITING_CONNECTIONS)
         except OSError:
             sock.close()
             raise

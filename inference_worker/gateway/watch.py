@@ -67,6 +67,10 @@ class Watch:
             seen = (False, str(exc))
         except TimeoutError:
             seen = (False, f"no answer within {ANSWER_S:g} s")
+        except Exception as exc:
+            # A surprise of one look must not end the gateway, which would only meet it again after its restart.
+            log.exception("a look at a neighbour failed", peer=peer)
+            seen = (False, f"the look failed: {type(exc).__name__}")
         else:
             seen = (True, "")
         before, self._seen[peer] = self._seen[peer], seen

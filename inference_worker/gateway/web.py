@@ -15,7 +15,7 @@ from inference_worker.errors import StoreUnavailable
 from inference_worker.gateway import description, openai_api
 from inference_worker.gateway.answers import Paced
 from inference_worker.gateway.bodies import Bodies
-from inference_worker.gateway.edge import Edge, caller_of, count_refused
+from inference_worker.gateway.edge import Edge, caller_of, client_gone, count_refused
 from inference_worker.gateway.job_requests import read_job, read_key, read_limit, read_wait
 from inference_worker.gateway.jobs import Jobs
 from inference_worker.gateway.keys import KeyFile
@@ -77,7 +77,7 @@ def _jobs(web: FastAPI, gateway: Gateway) -> None:
         """Queue a request for the model. The answer comes once the queue has it."""
         tenant = caller_of(request).tenant
         header_key = read_key(request.headers.get("idempotency-key"))
-        async with bodies.json(request) as body:
+        async with bodies.json(request, tenant) as body:
             job = read_job(
                 body,
                 jobs.endpoints,
@@ -101,7 +101,8 @@ def _jobs(web: FastAPI, gateway: Gateway) -> None:
     async def look(job_id: str, request: Request) -> Response:
         """The state of a job, and its result once it has ended."""
         wait_s = read_wait(request.query_params.get("wait"))
-        return json_answer(await jobs.look(job_id, caller_of(request).tenant, wait_s))
+        async with client_gone(request.receive) as gone:
+            return json_answer(await jobs.look(job_id, caller_of(request).tenant, wait_s, gone))
 
     @web.delete("/v1/jobs/{job_id}", tags=["jobs"], **description.CANCEL)
     async def cancel(job_id: str, request: Request) -> Response:
@@ -154,7 +155,7 @@ def _around(web: FastAPI, gateway: Gateway) -> None:
 def _handle_errors(web: FastAPI, metrics: GatewayMetrics) -> None:
     def told(request: Request, refusal: Refusal) -> Response:
         count_refused(metrics, request.method, request.url.path, refusal)
-        return answer(request.url.path, refusal)
+        return answer(request.url.path, refusal, operator=caller_of(request).operator)
 
     @web.exception_handler(Refusal)
     async def refused(request: Request, exc: Refusal) -> Response:
@@ -162,14 +163,14 @@ def _handle_errors(web: FastAPI, metrics: GatewayMetrics) -> None:
 
     @web.exception_handler(StoreUnavailable)
     async def silent(request: Request, exc: StoreUnavailable) -> Response:
-        return told(request, Refusal(503, "store_unavailable", f"The result store cannot be asked: {exc}."))
+        return told(request, Refusal(503, "store_unavailable", "The result store cannot be asked.", because=str(exc)))
 
     @web.exception_handler(HTTPException)
     async def by_framework(request: Request, exc: HTTPException) -> Response:
         code, headers = {404: "not_found", 405: "method_not_allowed"}.get(exc.status_code, "http_error"), exc.headers
         if exc.status_code == 405:
             headers = {"Allow": ", ".join(_methods(web, request))}
-        detail = f"{exc.detail}: {request.method} {request.url.path}"
+        detail = f"{exc.detail}: {request.method} {request.url.path}; GET /openapi.json has what there is."
         return told(request, Refusal(exc.status_code, code, detail, headers=headers))
 
     @web.exception_handler(Exception)

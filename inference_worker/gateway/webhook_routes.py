@@ -87,7 +87,7 @@ def routes(web: FastAPI, book: HookBook, tenant_of: TenantOf, hint: Callable[[st
         """Send a job's webhook again, whatever became of it, under the same id."""
         await mine(request, job_id)
         if not await book.replay(job_id):
-            detail = "There is nothing to send: the job has not ended, or its result is not kept any more."
+            detail = "There is nothing to send: the job has not ended (or only seconds ago), or its result is gone."
             raise Refusal(409, "nothing_to_send", detail)
         hint(job_id)
         return json_answer(_view(job_id, await mine(request, job_id)), 202)

@@ -4,7 +4,6 @@ Source: https://github.com/standard-webhooks/standard-webhooks, spec/standard-we
 """
 
 import base64
-import binascii
 import hashlib
 import hmac
 from collections.abc import Mapping
@@ -13,33 +12,10 @@ from typing import Final
 
 import msgspec
 
-PREFIX: Final = "whsec_"
-FEWEST_SECRET_BYTES: Final = 24
-MOST_SECRET_BYTES: Final = 64
+from inference_worker.config.values import read_secrets
+
 MOST_BODY_BYTES: Final = 1_000_000
 """Web servers commonly refuse more than a megabyte, and each body is kept for a day where its receiver is away."""
-
-
-def read_secrets(text: str) -> tuple[bytes, ...]:
-    """The keys of one or several secrets with spaces between them: several while they are being rotated.
-
-    Raises:
-        ValueError: what is wrong, without the secret.
-    """
-    keys = []
-    for secret in text.split():
-        try:
-            key = base64.b64decode(secret.removeprefix(PREFIX), validate=True)
-        except (binascii.Error, ValueError):
-            key = b""
-        if not secret.startswith(PREFIX) or not FEWEST_SECRET_BYTES <= len(key) <= MOST_SECRET_BYTES:
-            raise ValueError(
-                f"a webhook secret is {PREFIX} and {FEWEST_SECRET_BYTES} to {MOST_SECRET_BYTES} bytes as base64"
-            )
-        keys.append(key)
-    if not keys:
-        raise ValueError("there is no webhook secret")
-    return tuple(keys)
 
 
 def secret_problem(text: str) -> str | None:

@@ -14,11 +14,12 @@ from urllib.parse import urlsplit
 
 import structlog
 
+from inference_worker.config.values import read_secrets
 from inference_worker.errors import StoreUnavailable
 from inference_worker.gateway.problems import Refusal
 from inference_worker.gateway.views import OPEN
 from inference_worker.gateway.webhook_posting import Answered, NoAnswer, Post
-from inference_worker.gateway.webhook_signing import read_secrets, signed_headers, webhook_body
+from inference_worker.gateway.webhook_signing import signed_headers, webhook_body
 from inference_worker.job_book import LONGEST_LOOK_S, Hook, HookBook, HookTry
 from inference_worker.timing import first_of, quietly
 

@@ -133,6 +133,17 @@ return {shown, last}
 """
 )
 
+FIND: Final = Script(
+    f"""
+local READ = {{{", ".join(map(repr, FIELDS))}}}
+"""
+    + """
+-- KEYS record   ARGV the tenant that asks, or none
+if ARGV[1] and redis.call('HMGET', KEYS[1], 'tenant')[1] ~= ARGV[1] then return {} end
+return redis.call('HMGET', KEYS[1], unpack(READ))
+"""
+)
+
 DEADLINES: Final = Script(
     """
 -- KEYS due   ARGV from when on, how many
@@ -179,9 +190,11 @@ class RedisJobBook:
         """See `job_book.JobBook`."""
         await self._run(WITHDRAW, reserved.record, reserved.key, reserved.owner, "")
 
-    async def find(self, job_id: str) -> JobRecord | None:
+    async def find(self, job_id: str, tenant: str | None = None) -> JobRecord | None:
         """See `job_book.JobBook`."""
-        return record_of(job_id, await self._link.do("HMGET", record_key(job_id), *FIELDS), self._queue)
+        whose = () if tenant is None else (tenant.encode("utf-8", "surrogatepass"),)
+        values = await self._link.run(FIND, [record_key(job_id)], *whose)
+        return record_of(job_id, values, self._queue) if values else None
 
     async def page(self, tenant: str, *, limit: int, after: str | None) -> Page:
         """See `job_book.JobBook`."""

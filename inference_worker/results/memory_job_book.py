@@ -107,11 +107,11 @@ class MemoryJobBook:
         if job is not None and job.owner == reserved.owner:
             job.until, job.fresh = 0.0, False
 
-    async def find(self, job_id: str) -> JobRecord | None:
+    async def find(self, job_id: str, tenant: str | None = None) -> JobRecord | None:
         """See `job_book.JobBook`."""
         await self._store.probe()
         job = self._job(job_id)
-        return None if job is None else job.record
+        return None if job is None or tenant not in (None, job.record.tenant) else job.record
 
     async def page(self, tenant: str, *, limit: int, after: str | None) -> Page:
         """See `job_book.JobBook`."""

@@ -58,6 +58,7 @@ DRIVERS = {
     "fastapi": "gateway.*",
     "starlette": "gateway.*",
     "uvicorn": "gateway.*",
+    "h11": "gateway.*",
     "opentelemetry": "otlp",
 }
 

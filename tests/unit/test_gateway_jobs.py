@@ -13,7 +13,13 @@ import pytest
 from inference_worker.disposition import Token
 from inference_worker.errors import NotAccepted, QueueFull, TransportLost
 from inference_worker.gateway.bodies import BODY_S, MOST_BODY_BYTES, Bodies
-from inference_worker.gateway.job_requests import DEFAULT_TIMEOUT_S, LONGEST_WAIT_S, MOST_METADATA_BYTES
+from inference_worker.gateway.job_requests import (
+    DEFAULT_TIMEOUT_S,
+    LONGEST_WAIT_S,
+    MOST_FIELD_BYTES,
+    MOST_METADATA_BYTES,
+    MOST_PROBLEMS,
+)
 from inference_worker.gateway.serving import serving
 from inference_worker.gateway.views import state_of
 from inference_worker.job_book import KEPT_AFTER_S
@@ -138,6 +144,41 @@ async def test_a_time_beyond_all_numbers_is_refused(intake: Intake) -> None:
     answer = await intake.http.post("/v1/jobs", content=content, headers={"Content-Type": "application/json"})
 
     assert is_problem(answer, 422)["errors"][0]["pointer"] == "/timeout_s"
+
+
+MANY_LISTS = b"[" + b"[]," * 50_000 + b"[]]"
+
+
+@pytest.mark.parametrize("name", ["timeout_s", "endpoint", "metadata", "idempotency_key", "webhook"])
+async def test_a_field_that_is_far_too_large_is_refused_without_being_decoded(
+    intake: Intake, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Out of a few megabytes of lists come a few gigabytes of objects, and everybody waits for them."""
+    decoded: list[int] = []
+    decode_it = msgspec.json.decode
+
+    def noted(raw: msgspec.Raw, **how: object) -> object:
+        decoded.append(0 if how else len(raw))
+        return decode_it(raw, **how)  # type: ignore[call-overload]  # Passed on as it came.
+
+    monkeypatch.setattr("inference_worker.gateway.job_requests.msgspec.json.decode", noted)
+    body = b'{"payload": {}, "%s": %s}' % (name.encode(), MANY_LISTS)
+
+    answer = await intake.http.post("/v1/jobs", content=body, headers={"Content-Type": "application/json"})
+
+    assert [error["pointer"] for error in is_problem(answer, 422)["errors"]] == [f"/{name}"]
+    assert max(decoded, default=0) <= MOST_FIELD_BYTES
+    assert len(answer.content) < 1000
+
+
+@pytest.mark.parametrize("count", [30, 200_000])
+async def test_an_answer_to_many_unknown_fields_stays_small(intake: Intake, count: int) -> None:
+    answer = await intake.post({"payload": CHAT, **{f"field {number}": 0 for number in range(count)}})
+
+    errors = is_problem(answer, 422)["errors"]
+    assert errors[0]["pointer"] == "/field 0"
+    assert len(errors) == (MOST_PROBLEMS if count == 30 else 1)
+    assert len(answer.content) < 10_000
 
 
 async def test_a_body_of_another_kind_is_told_what_kind_is_expected(intake: Intake) -> None:
@@ -494,6 +535,15 @@ async def test_what_does_not_exist_is_a_problem_in_json(intake: Intake, method: 
     assert path in is_problem(answer, status)["detail"]
     allowed = {"/v1/jobs": "GET, POST", "/v1/jobs/x": "DELETE, GET"}
     assert answer.headers.get("allow") == (allowed[path] if status == 405 else None)
+
+
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/v1/jobs", "/v1/jobs/nobodys"])
+async def test_head_says_what_get_would(intake: Intake, path: str) -> None:
+    """Balancers ask whether somebody is alive by it."""
+    asked, got = await intake.http.head(path), await intake.http.get(path)
+
+    assert asked.status_code == got.status_code
+    assert asked.headers["content-type"] == got.headers["content-type"]
 
 
 async def test_a_fault_of_ours_is_a_problem_without_its_details(

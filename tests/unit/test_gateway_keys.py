@@ -1,17 +1,20 @@
 """Who may come in, and that a tenant sees nothing of another."""
 
 import asyncio
+import errno
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 
 import httpx
 import pytest
 from fastapi import FastAPI, Request, Response
+from structlog.testing import capture_logs
 
-from inference_worker.errors import ConfigurationError
+from inference_worker.errors import ConfigurationError, TransportLost
+from inference_worker.gateway.bodies import Bodies
 from inference_worker.gateway.edge import permit_operators, tenant_of
 from inference_worker.gateway.keys import MOST_BYTES, KeyFile, new_key
 from inference_worker.gateway.webhook_signing import secret_problem
@@ -117,9 +120,9 @@ class Counted:
         self.real = real
         self.asked: list[str] = []
 
-    async def find(self, job_id: str) -> JobRecord | None:
+    async def find(self, job_id: str, tenant: str | None = None) -> JobRecord | None:
         self.asked.append("find")
-        return await self.real.find(job_id)
+        return await self.real.find(job_id, tenant)
 
 
 @pytest.mark.parametrize("ended", [False, True], ids=["a job that waits", "a job that has ended"])
@@ -270,6 +273,29 @@ async def test_a_file_that_goes_bad_leaves_what_was_known(tmp_path: Path, how: s
     assert keys.caller(ACME) is None
 
 
+async def test_a_file_that_could_not_be_opened_is_read_as_soon_as_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where it is written first and given its owner afterwards, or where there was no descriptor left."""
+    path = keys_file(tmp_path)
+    async with opened(Intake(keys=KeyFile(str(path)))) as intake:
+        assert (await intake.http.get("/v1/jobs", headers=bearer(ACME))).status_code == 200
+        keys_file(tmp_path, {"keys": [{"tenant": "rival", "sha256": digest(RIVAL)}]})
+        with monkeypatch.context() as refused:
+            refused.setattr("inference_worker.gateway.keys.open_regular", _no_permission)
+            await asyncio.sleep(1.5)
+            assert (await intake.http.get("/v1/jobs", headers=bearer(ACME))).status_code == 200
+
+        await asyncio.sleep(1.5)
+
+        assert (await intake.http.get("/v1/jobs", headers=bearer(ACME))).status_code == 401
+        assert (await intake.http.get("/v1/jobs", headers=bearer(RIVAL))).status_code == 200
+
+
+def _no_permission(_: str) -> object:
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
 async def test_a_fresh_key_is_let_in_by_its_line(tmp_path: Path) -> None:
     key, line = new_key("acme", operator=True)
     keys = KeyFile(str(keys_file(tmp_path, {"keys": [json.loads(line)]})))
@@ -306,6 +332,58 @@ async def test_webhook_secrets_are_those_of_the_file(tmp_path: Path) -> None:
     await asyncio.sleep(1.1)
     assert keys.webhook_secret("acme") is None
     assert not keys.has_webhook_secrets
+
+
+async def test_a_file_without_keys_is_warned_of(tmp_path: Path) -> None:
+    """Nobody can come in, which is seldom what was meant."""
+    with capture_logs() as logs:
+        KeyFile(str(keys_file(tmp_path, {"keys": []})))
+
+    assert [line["event"] for line in logs] == ["the file of API keys has none: nobody can come in"]
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        pytest.param(ACME, "The job is not accepted, the queue cannot be reached.", id="a tenant"),
+        pytest.param(
+            OPERATOR,
+            "The job is not accepted, the queue cannot be reached: no route to 10.0.0.7:5672.",
+            id="an operator",
+        ),
+    ],
+)
+async def test_what_neighbours_are_called_is_told_to_operators_alone(tmp_path: Path, key: str, told: str) -> None:
+    async with opened(Intake(keys=KeyFile(str(keys_file(tmp_path))))) as intake:
+        intake.queue.refuses = TransportLost("no route to 10.0.0.7:5672")
+        refused = await intake.post({"payload": CHAT}, bearer(key))
+        chat = await intake.chat(bearer(key))
+
+    assert is_problem(refused, 503)["detail"] == told
+    assert is_openai_error(chat, 503)["message"] == told
+
+
+async def test_the_bodies_of_one_tenant_leave_room_for_another(tmp_path: Path) -> None:
+    bodies = Bodies(most_bytes_at_once=1000)
+    async with opened(Intake(keys=KeyFile(str(keys_file(tmp_path))), bodies=bodies)) as intake:
+        refused = await intake.post({"payload": {"text": "x" * 600}}, bearer(ACME))
+        slow = asyncio.create_task(
+            intake.http.post(
+                "/v1/jobs", content=_trickling(), headers={**bearer(ACME), "Content-Type": "application/json"}
+            )
+        )
+        await asyncio.sleep(1)
+        other = await intake.post({"payload": {"text": "x" * 400}}, bearer(RIVAL))
+        slow.cancel()
+
+    assert is_problem(refused, 503)["code"] == "overloaded"
+    assert other.status_code == 202
+
+
+async def _trickling() -> AsyncGenerator[bytes, None]:
+    """Holds 450 bytes and sends no more."""
+    yield b" " * 450
+    await asyncio.sleep(20)
 
 
 async def test_what_is_for_operators_is_for_operators(tmp_path: Path) -> None:

@@ -144,6 +144,22 @@ async def test_a_neighbour_that_hangs_makes_it_not_ready(intake: Intake, monkeyp
     await watching
 
 
+async def test_a_surprise_of_a_look_does_not_end_the_watch(intake: Intake) -> None:
+    """What would end the gateway would be met again after its restart."""
+    over = asyncio.Event()
+    intake.queue.refuses = RuntimeError("a count that nobody thought of")
+    watching = asyncio.create_task(intake.watch.run(over))
+    await asyncio.sleep(1)
+    seen = intake.watch.conditions()["broker"]
+    intake.queue.refuses = None
+    await asyncio.sleep(5)
+    over.set()
+    await watching
+
+    assert seen == (False, "the look failed: RuntimeError")
+    assert intake.watch.conditions()["broker"] == (True, "")
+
+
 @pytest.mark.parametrize("given", ["my-id", "x" * 128])
 async def test_a_request_keeps_its_id(intake: Intake, given: str) -> None:
     answer = await intake.http.get("/v1/jobs", headers={"X-Request-Id": given})

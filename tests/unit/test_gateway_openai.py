@@ -433,6 +433,20 @@ async def test_who_goes_away_from_a_job_keeps_it(intake: Intake) -> None:
     assert await intake.state(job_id) == "queued"
 
 
+async def test_who_goes_away_from_a_job_is_not_waited_for(intake: Intake) -> None:
+    """He would count among those under way, of whom there may be so many, up to the end of his time."""
+    job_id = await intake.job()
+    client = Client(intake, f"/v1/jobs/{job_id}", {}, {})
+    client.scope |= {"method": "GET", "query_string": b"wait=30"}
+    async with asyncio.TaskGroup() as group:
+        group.create_task(client.run())
+        await asyncio.sleep(1)
+        client.gone.set()
+
+    assert asyncio.get_running_loop().time() == pytest.approx(1)
+    assert await intake.state(job_id) == "queued"
+
+
 @pytest.mark.parametrize("path", ["/v1/jobs", "/v1/chat/completions"])
 async def test_who_goes_away_in_the_middle_of_a_body_has_asked_for_nothing(intake: Intake, path: str) -> None:
     client = Client(intake, path, CHAT, {})
@@ -459,6 +473,14 @@ async def test_models_are_listed_and_found_by_their_names(intake: Intake) -> Non
 
 async def test_a_model_that_nobody_has_is_not_found_in_openais_shape(intake: Intake) -> None:
     assert is_openai_error(await intake.http.get("/v1/models/none"), 404)["code"] == "model_not_found"
+
+
+async def test_what_openai_has_and_we_have_not_is_told_in_openais_shape(intake: Intake) -> None:
+    """Its clients show the message of no other body."""
+    error = is_openai_error(await intake.http.post("/v1/responses", json={}), 404)
+
+    assert "POST /v1/responses" in error["message"]
+    is_problem(await intake.http.get("/v1/jobs/a/b"), 404)
 
 
 async def test_a_method_that_a_path_does_not_have_is_told_in_its_shape(intake: Intake) -> None:

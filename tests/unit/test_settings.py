@@ -159,8 +159,25 @@ def test_over_streams_a_deployment_is_asked_for_by_workers_alone(needs: Needs) -
     )
 
 
+@pytest.mark.parametrize("needs", ["gateway", "scaler", "client"])
+def test_who_reports_nothing_needs_no_token_for_it(needs: Needs) -> None:
+    """All processes of a deployment may share their environment."""
+    environ = {"DEPLOYMENT_ID": "d-1", "METRIC_SERVER_URL": "http://metrics:9000", "CROESUS_HOST": "http://croesus"}
+
+    assert load(environ, needs=needs).queue == "infer_req.d-1"
+
+
+def test_over_streams_nobody_is_warned_of_rabbitmqs_limits() -> None:
+    odd = {"INFERENCE_MAX_CRASHES": "200", "RABBITMQ_HEARTBEAT_S": "900", "MODEL_INFER_TIMEOUT_S": "2000"}
+
+    assert len(warnings(run_with(**odd))) == 3
+    assert warnings(run_with(TRANSPORT="redis-streams", **odd)) == []
+
+
 def test_the_dead_letters_need_a_stream_of_their_own() -> None:
     assert problem_of(IWL_DLQ_STREAM="inference:jobs").startswith("IWL_DLQ_STREAM: is the name of the stream of req")
+    taken = problem_of(IWL_STREAM="a", IWL_DLQ_STREAM="a:delayed")
+    assert taken.startswith("IWL_DLQ_STREAM: is where the retries lie that wait for their time")
 
 
 def test_the_most_replicas_are_not_fewer_than_the_fewest() -> None:
@@ -170,10 +187,11 @@ def test_the_most_replicas_are_not_fewer_than_the_fewest() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "what"),
     [
-        ("GATEWAY_WEBHOOK_NETWORKS", "10.0.0.0/8,nowhere", "has a part that is no network"),
-        ("GATEWAY_WEBHOOK_NETWORKS", "10.0.0.1/8", "has a part that is no network"),
+        ("GATEWAY_WEBHOOK_NETWORKS", "10.0.0.0/8,nowhere", "has a part that is no network: 'nowhere'"),
+        ("GATEWAY_WEBHOOK_NETWORKS", "10.0.0.1/8", "has a part that is no network: 10.0.0.1/8 has host bits set"),
         ("IWL_CLAIM_IDLE_MS", "99", "'99' is out of bounds"),
         ("IWL_MAX_ATTEMPTS", "0", "'0' is out of bounds"),
+        ("GATEWAY_WEBHOOK_SECRET", "whsec_short", "is no webhook secret"),
         ("MODEL_MODE", "echo", "'echo' cannot be read"),
         ("TRANSPORT", "kafka", "'kafka' cannot be read"),
     ],
@@ -651,12 +669,21 @@ def test_the_defaults_warn_of_nothing() -> None:
         ({"SHUTDOWN_GRACE_S": "31"}, "SHUTDOWN_GRACE_S"),
         ({"RABBITMQ_DELIVERY_LIMIT": "3"}, "RABBITMQ_DELIVERY_LIMIT"),
         ({"RABBITMQ_HEARTBEAT_S": "601"}, "RABBITMQ_HEARTBEAT_S"),
+        ({"IWL_CONCURRENCY": "8"}, "IWL_CONCURRENCY has no effect"),
+        ({"TRANSPORT": "redis-streams", "RABBITMQ_PREFETCH": "8"}, "RABBITMQ_PREFETCH has no effect"),
+        ({"TRANSPORT": "redis-streams", "CLAIM_LEASE_S": "9"}, "CLAIM_LEASE_S has no effect"),
     ],
 )
 def test_what_is_probably_not_meant_is_said(environ: dict[str, str], first: str) -> None:
     (warning,) = warnings(run_with(**environ))
 
     assert warning.startswith(first)
+
+
+def test_one_environment_for_both_transports_warns_of_nothing() -> None:
+    both = {"RABBITMQ_PREFETCH": "8", "IWL_CONCURRENCY": "8"}
+
+    assert warnings(run_with(**both)) == warnings(run_with(TRANSPORT="redis-streams", **both)) == []
 
 
 AUTHORITY = """\

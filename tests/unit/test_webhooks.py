@@ -18,6 +18,7 @@ from httpx import ASGITransport, AsyncClient
 from standardwebhooks import Webhook
 from structlog.testing import capture_logs
 
+from inference_worker.config.values import read_secrets
 from inference_worker.disposition import Token
 from inference_worker.errors import StoreUnavailable
 from inference_worker.gateway import webhooks
@@ -27,7 +28,6 @@ from inference_worker.gateway.webhook_posting import Answered, NoAnswer
 from inference_worker.gateway.webhook_routes import routes
 from inference_worker.gateway.webhook_signing import (
     MOST_BODY_BYTES,
-    read_secrets,
     secret_problem,
     signed_headers,
     webhook_body,
