@@ -151,10 +151,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser(
         "run",
-        help="the worker of one model replica: RabbitMQ in, model, Redis out",
-        description="Takes requests from the queue infer_req.<DEPLOYMENT_ID>, calls the model, stores the answers in "
-        "Redis, until SIGTERM or Ctrl-C. It has no options: environment variables configure it, README.md has the "
-        "table, and `inference-worker check` looks whether they are right. "
+        help="the worker of one model replica: a queue in, model, Redis out",
+        description="Takes requests from the queue infer_req.<DEPLOYMENT_ID> of RabbitMQ, or with "
+        "TRANSPORT=redis-streams from the stream IWL_STREAM, calls the model, stores the answers in Redis, until "
+        "SIGTERM or Ctrl-C. It has no options: environment variables configure it, README.md has the table, and "
+        "`inference-worker check` looks whether they are right. "
         "Exit code 0: stopped as asked; 2: a variable is missing or wrong; 1: anything else.",
     )
     dev = commands.add_parser(
@@ -196,15 +197,17 @@ def _add_gateway(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "Exit code 0: stopped as asked; 2: a variable or the file of keys is wrong; 1: anything else.",
     )
     gateway.add_argument("--new-key", metavar="TENANT", help="print a fresh API key and its line for the file, and end")
-    gateway.add_argument("--operator", action="store_true", help="with --new-key: one that may see the scale signal")
+    gateway.add_argument(
+        "--operator", action="store_true", help="with --new-key: one for the scale signal and the dead letters, too"
+    )
 
 
 def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     check = commands.add_parser(
         "check",
         help="whether the configuration is right and everything can be reached",
-        description="Reads the variables of `run` and asks RabbitMQ, Redis, the model, the metric and the billing "
-        "server, within ten seconds. It changes nothing. "
+        description="Reads the variables of `run` and asks RabbitMQ (unless TRANSPORT=redis-streams), Redis, the "
+        "model, the metric and the billing server, within ten seconds. It changes nothing. "
         "Exit code 0: all reached; 1: something is not; 2: a variable is wrong.",
     )
     check.add_argument("--json", action="store_true", help="one JSON object instead of a table")
@@ -216,8 +219,8 @@ def _add_submit(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "submit",
         help="send one request or a JSONL file, and wait for the results",
         description="Sends requests and prints their results as JSON lines, in the order of the input. Over the broker "
-        "and Redis of the environment (DEPLOYMENT_ID, RABBITMQ_URL, REDIS_URL), or over HTTP with --url. "
-        "Exit code 0: all completed; 1: not; 2: used wrongly.",
+        "and Redis of the environment (DEPLOYMENT_ID, RABBITMQ_URL, REDIS_URL; with TRANSPORT=redis-streams REDIS_URL "
+        "alone), or over HTTP with --url. Exit code 0: all completed; 1: not; 2: used wrongly.",
         epilog="A line of the file is the request for the model; or an object with `payload` and perhaps `request_id`, "
         "`timeout_s`, `endpoint`, `metadata`, `tenant`; or a line of an OpenAI batch, which is answered by one.",
     )
@@ -235,7 +238,9 @@ def _add_submit(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     submit.add_argument("--in-flight", type=_in_flight, default=64, metavar="N", help="at a time (default 64)")
     submit.add_argument("--state", metavar="FILE", help="where progress is noted (default beside the output or input)")
     submit.add_argument("--resume", metavar="FILE", help="go on with a run that was stopped, from its state")
-    submit.add_argument("--url", metavar="URL", help="over the HTTP intake of dev or a gateway")
+    submit.add_argument(
+        "--url", metavar="URL", help="over the HTTP intake of dev or a gateway, with the key GATEWAY_API_KEY"
+    )
     submit.add_argument("--plain", action="store_true", help="plain lines instead of a progress bar")
 
 
@@ -245,7 +250,8 @@ def _add_dlq(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         help="look at dead letters, put them back, remove them",
         description="Works with the dead letters of this queue (INFERENCE_DLQ; IWL_DLQ_STREAM with "
         "TRANSPORT=redis-streams), over the broker and Redis of the environment (DEPLOYMENT_ID, RABBITMQ_URL, "
-        "REDIS_URL), or over a gateway with --url and an operator's GATEWAY_API_KEY.",
+        "REDIS_URL; with TRANSPORT=redis-streams REDIS_URL alone), or over a gateway with --url and an operator's "
+        "GATEWAY_API_KEY.",
     )
     actions = dlq.add_subparsers(dest="do", metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="why, when, how often tried, last status: a line for each")
@@ -264,7 +270,7 @@ def _add_dlq(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         which.add_argument("--all", action="store_true", help="of all deployments that share the queue")
         which.add_argument("--limit", type=_at_least_1, metavar="N", help="at most so many")
         action.add_argument("--json", action="store_true", help="JSON lines")
-        action.add_argument("--url", metavar="URL", help="over the HTTP intake of dev or a gateway")
+        action.add_argument("--url", metavar="URL", help="over the HTTP intake of dev, or of a gateway as an operator")
     for action in (replay, purge):
         action.add_argument("--everything", action="store_true", help="where no other choice is made")
         action.add_argument("--dry-run", action="store_true", help="say what would be done")
@@ -278,6 +284,8 @@ def _wrong_together(args: argparse.Namespace) -> str | None:
     """Options that do not go together, and what to do instead."""
     if args.command == "gateway" and args.operator and args.new_key is None:
         return "gateway: --operator goes with --new-key"
+    if args.command in ("submit", "dlq") and args.url is not None and not re.match(r"https?://[^/]", args.url):
+        return f"{args.command}: --url: {args.url!r} does not begin with http:// or https:// and a host"
     if args.command != "submit":
         return None
     one = [name for name in ("prompt", "payload") if getattr(args, name) is not None]
@@ -292,8 +300,6 @@ def _wrong_together(args: argparse.Namespace) -> str | None:
                 return f"submit: --{option} goes with --prompt or --payload; in a file each line has its own"
     if one and args.state is not None:
         return "submit: --state goes with a file"
-    if args.url is not None and not re.match(r"https?://[^/]", args.url):
-        return f"submit: --url: {args.url!r} does not begin with http:// or https:// and a host"
     if args.model is not None and args.prompt is None:
         return "submit: --model goes with --prompt; a payload names its own"
     if args.resume is not None and (args.output is not None or args.state is not None):

@@ -87,12 +87,22 @@ async def run_dlq(settings: Settings, options: DlqOptions, now: Callable[[], flo
             case "purge":
                 return await command.purge()
     except (TransportLost, StoreUnavailable, LookedAtTooOften) as exc:
-        print(f"{type(exc).__name__}: {exc}", file=sys.stderr)
-        print("nothing is lost: what was not put back is still a dead letter", file=sys.stderr)
+        print(f"dlq {options.do}: {_not_asked(exc, options)}{exc}", file=sys.stderr)
+        if options.do in ("replay", "purge"):
+            print("nothing is lost: what was not put back is still a dead letter", file=sys.stderr)
         return 1
     except NoDeadLetterQueue as exc:
         print(exc, file=sys.stderr)
         return 1
+
+
+def _not_asked(exc: Exception, options: DlqOptions) -> str:
+    """Whose silence it is, and which variable leads there; over HTTP the error says so itself."""
+    if options.url is None and isinstance(exc, TransportLost):
+        return "RabbitMQ cannot be asked (RABBITMQ_URL): "
+    if options.url is None and isinstance(exc, StoreUnavailable):
+        return "Redis cannot be asked (REDIS_URL): "
+    return ""
 
 
 class Command(Protocol):

@@ -86,7 +86,7 @@ class RemoteDeadLetters:
         try:
             answer = await self._client.request(method, f"{self._base}{path}", **sent)
         except httpx.HTTPError as exc:
-            raise StoreUnavailable(f"{type(exc).__name__}: {exc}"[:300]) from exc
+            raise StoreUnavailable(f"{self._base} cannot be asked: {type(exc).__name__}: {exc}"[:300]) from exc
         if answer.status_code == 404 and missing is not None:
             return missing
         try:
@@ -95,7 +95,8 @@ class RemoteDeadLetters:
             raise StoreUnavailable(f"HTTP {answer.status_code}, and no JSON: is this a gateway?") from exc
         if answer.status_code != 200:
             detail = said.get("detail") if isinstance(said, dict) else None
-            raise StoreUnavailable(f"HTTP {answer.status_code}: {detail or answer.reason_phrase}")
+            key = " GATEWAY_API_KEY is what is sent." if answer.status_code in (401, 403) else ""
+            raise StoreUnavailable(f"HTTP {answer.status_code}: {detail or answer.reason_phrase}{key}")
         return said
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from inference_worker.client import Client, Result
+from inference_worker.client import SUBMIT_S, Client, Result
 from inference_worker.config.settings import Settings
 from inference_worker.errors import (
     ConfigurationError,
@@ -47,6 +47,8 @@ from inference_worker.timing import first_of
 
 READ_BYTES: Final = 1024 * 1024
 MOST_PROBLEMS: Final = 50
+SILENT_S: Final = 5.0
+"""After so long without the broker's word on one request, whoever waits is told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,13 +185,17 @@ async def _submit_one(settings: Settings, options: SubmitOptions, stop: asyncio.
         client = await stack.enter_async_context(client_of(settings, options.url))
 
         async def answer() -> Result:
-            job = await client.submit(
-                line.payload,
-                endpoint=options.endpoint,
-                timeout_s=options.timeout_s,
-                tenant=options.tenant,
-                request_id=request_id,
-            )
+            note = asyncio.get_running_loop().call_later(SILENT_S, _still_trying)
+            try:
+                job = await client.submit(
+                    line.payload,
+                    endpoint=options.endpoint,
+                    timeout_s=options.timeout_s,
+                    tenant=options.tenant,
+                    request_id=request_id,
+                )
+            finally:
+                note.cancel()
             return await job.wait()
 
         asked = asyncio.create_task(answer())
@@ -214,6 +220,10 @@ async def _submit_one(settings: Settings, options: SubmitOptions, stop: asyncio.
     else:
         await asyncio.to_thread(output.write_bytes, printed)
     return 0 if result.completed else 1
+
+
+def _still_trying() -> None:
+    print(f"not accepted after {SILENT_S:g} s; trying for {SUBMIT_S:g} s in all", file=sys.stderr)
 
 
 def _payload(settings: Settings, options: SubmitOptions, infer_path: str) -> bytes:

@@ -293,7 +293,7 @@ async def test_a_broker_that_is_not_there_is_one_line(redis_url: str) -> None:
     )
 
     assert ended.code == 1
-    assert "TransportLost: connect" in ended.err
+    assert "RabbitMQ cannot be asked (RABBITMQ_URL): connect" in ended.err
     assert "secret" not in ended.err
     assert "Traceback" not in ended.err
 

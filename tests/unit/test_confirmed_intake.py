@@ -119,8 +119,8 @@ class Gateway:
     async def leave(self, reserved: Reserved) -> None:
         await self._step("leave", lambda: self._book.leave(reserved))
 
-    async def find(self, job_id: str) -> JobRecord | None:
-        return await self._book.find(job_id)
+    async def find(self, job_id: str, tenant: str | None = None) -> JobRecord | None:
+        return await self._book.find(job_id, tenant)
 
     async def page(self, tenant: str, *, limit: int, after: str | None) -> Page:
         return await self._book.page(tenant, limit=limit, after=after)

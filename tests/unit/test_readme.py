@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_worker.cli import _parser
+from inference_worker.cli import _parser, _wrong_together
 from inference_worker.config.settings import describe, load
 from inference_worker.dev import curl_lines, sample_payload
 from inference_worker.redis_scripts import SCRIPTS
@@ -99,6 +99,13 @@ def test_the_two_commands_are_the_first_that_are_shown() -> None:
 def test_the_commands_of_the_readme_exist() -> None:
     for command in re.findall(r"inference-worker (run|dev|mock-model)\b", TEXT):
         assert _parser().parse_args([command]).command == command
+
+
+@pytest.mark.parametrize("command", ["submit", "dlq list", "dlq purge"])
+def test_a_url_without_a_scheme_is_refused_before_anything_is_asked(command: str) -> None:
+    args = _parser().parse_args([*command.split(), "--url", "127.0.0.1:8080"])
+
+    assert "does not begin with http://" in (_wrong_together(args) or "")
 
 
 def test_every_redis_command_of_a_script_is_in_the_docs() -> None:
