@@ -26,8 +26,14 @@ MOST_TOKENS: Final = 2**53
 """A larger count is none: no answer has so many, and no receiver of ours could be sure of reading it."""
 
 _HALF_CHARACTER: Final = re.compile(
-    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F][0-9a-fA-F]{2})"
 )
+"""What both branches begin with stands before them: so the search goes from one backslash to the next, and a text of
+16 MiB with one of them takes 5 ms instead of 200."""
+
+MOST_HALVES: Final = 100_000
+"""A text with more escapes of surrogates is not mended: looking at each takes time in which nothing else is done."""
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f]")
 
 Status = Literal["completed", "failed"]
@@ -426,7 +432,9 @@ def json_mended(body: bytes) -> bytes:
 
     Browsers write them when a string is cut in the middle of an emoji. The length stays, and so does every other byte.
     """
-    return _HALF_CHARACTER.sub(b"\\\\ufffd", body) if b"\\ud" in body or b"\\uD" in body else body
+    if not 0 < body.count(b"\\ud") + body.count(b"\\uD") <= MOST_HALVES:
+        return body
+    return _HALF_CHARACTER.sub(b"\\\\ufffd", body)
 
 
 def _id_was_mended(request_id: str, body: bytes) -> bool:

@@ -12,6 +12,7 @@ from inference_worker.errors import ConfigurationError, MalformedRequest
 from inference_worker.messages import (
     CLOCK_SKEW_S,
     LONGEST_TIMEOUT_S,
+    MOST_HALVES,
     InferenceRequest,
     KnownReply,
     Reply,
@@ -507,6 +508,14 @@ def test_half_a_character_in_a_payload_passes_as_it_came(half: bytes) -> None:
 
     assert request.payload == payload
     assert whole_json(payload)
+
+
+@pytest.mark.parametrize(("more", "is_read"), [(0, True), (1, False)])
+def test_very_many_halves_of_characters_are_no_request(more: int, is_read: bool) -> None:
+    """Mending each takes time in which nothing else is done; nobody writes so many but to use that up."""
+    text = b'{"text":"' + b"\\ud83d" * (MOST_HALVES + more) + b'"}'
+
+    assert whole_json(text) is is_read
 
 
 def test_half_a_character_in_a_streamed_payload_passes_as_it_came() -> None:
