@@ -12,7 +12,8 @@ from typing import Any, Final, Literal
 import httpx
 import msgspec
 
-from inference_worker.config.settings import Settings, StreamsSettings, describe, warnings
+from inference_worker.config.parts import StreamsSettings
+from inference_worker.config.settings import Settings, describe, warnings
 from inference_worker.config.values import is_off, without_user
 from inference_worker.errors import StoreUnavailable, TransportLost
 from inference_worker.redis_scripts import PROBE, RedisLink, RedisTls

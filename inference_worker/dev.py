@@ -6,21 +6,15 @@ Redis, a model) is used instead of what is embedded, each by itself.
 
 import asyncio
 import errno
-import io
-import json
-import shlex
 import socket
-import sys
-import time
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import httpx
 import msgspec
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -29,12 +23,13 @@ from inference_worker.assembly import Outside, Stores, Worker, redis_stores, wor
 from inference_worker.config.settings import Settings
 from inference_worker.config.values import url_text, without_user
 from inference_worker.confirmed_intake import ConfirmedIntake
+from inference_worker.dev_samples import curl_lines, python_lines, sample_payload, send_samples
+from inference_worker.dev_view import DevParts, View, log_level, what_is_missing
 from inference_worker.dlq_reach import reach_of
 from inference_worker.errors import TransportLost
 from inference_worker.gateway.keys import KeyFile
 from inference_worker.gateway.serving import serving
 from inference_worker.job_book import HookBook, Intake, JobBook
-from inference_worker.messages import ERROR_CODES
 from inference_worker.mock_model import MockModel, MockModelConfig
 from inference_worker.ports import Backlog
 from inference_worker.results.fleet import MemoryFleet
@@ -52,7 +47,7 @@ from inference_worker.serve_gateway import (
     redis_books,
     stream_intake,
 )
-from inference_worker.timing import ended, stopped_within
+from inference_worker.timing import stopped_within
 from inference_worker.transports.memory import MemoryBroker
 
 SLOTS: Final = 8
@@ -63,22 +58,8 @@ READY_S: Final = 60.0
 """How long the samples wait for everything to be ready."""
 
 LINK_S: Final = 1.0
-SAMPLE_S: Final = 120.0
-SAMPLE_TOKENS: Final = 64
 SAY_WHAT_IS_WAITED_FOR_S: Final = 2.0
-LOOK_S: Final = 0.25
-BACKLOG_S: Final = 1.0
-PLAIN_S: Final = 1.0
-"""At most one plain line in so many seconds."""
-
 PLAIN_COLUMNS: Final = 140
-
-PROMPTS: Final = (
-    "What is a message queue good for?",
-    "Tell me a very short story about a rabbit that carries letters.",
-    "Name three things that can go wrong between two computers.",
-    "Why is the sky blue?",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +81,7 @@ async def run_dev(settings: Settings, outside: Outside, options: DevOptions, sto
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console = Console(highlight=False, soft_wrap=True, width=PLAIN_COLUMNS)
-    logs.set_level(_log_level(settings))
+    logs.set_level(log_level(settings))
     try:
         async with AsyncExitStack() as stack:
             await _run(settings, outside, options, stop, console, stack)
@@ -124,7 +105,7 @@ async def _run(
     parts = await _parts(settings, outside, stack)
     sidecar = parts.sidecar
     keys = key_file(settings)
-    view = _View(parts, console, live=options.live and console.is_terminal)
+    view = View(parts, console, live=options.live and console.is_terminal)
     gateway = await assembled(settings, outside, parts.neighbours, keys, stack, model=lambda: view.model)
     async with _working(sidecar):
         async with AsyncExitStack() as intake:
@@ -136,7 +117,14 @@ async def _run(
             if await _ready(sidecar, stop, console):
                 view.model = await _model_name(settings)  # Which one that was still loading could not say before.
                 if keys is None:
-                    await _send_samples(view, settings, options.samples, stop, console)
+                    await send_samples(
+                        console,
+                        stop,
+                        url=view.url,
+                        path=settings.model.infer_path,
+                        model=view.model,
+                        count=options.samples,
+                    )
             if not stop.is_set():
                 _say_how(view, settings.model.infer_path, keys, console)
             await view.show(stop)
@@ -147,16 +135,6 @@ async def _run(
 
 
 # ---------------------------------------------------------------- the parts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
-    settings: Settings
-    stores: Stores
-    broker: MemoryBroker | None
-    """None where the queue is not embedded."""
-    sidecar: Worker
-    neighbours: Neighbours
 
 
 class _Publisher:
@@ -259,7 +237,7 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-async def _parts(settings: Settings, outside: Outside, stack: AsyncExitStack) -> _Parts:
+async def _parts(settings: Settings, outside: Outside, stack: AsyncExitStack) -> DevParts:
     """Queue and store, embedded unless the environment names others, and the worker between them."""
     memory, opened, link = None, None, None
     if settings.redis.given or settings.over_streams:
@@ -295,7 +273,7 @@ async def _parts(settings: Settings, outside: Outside, stack: AsyncExitStack) ->
         fleet=stores.fleet,
         dead=reach_of(settings, outside.now, broker=broker, store=memory),
     )
-    return _Parts(settings=settings, stores=stores, broker=broker, sidecar=sidecar, neighbours=neighbours)
+    return DevParts(settings=settings, stores=stores, broker=broker, sidecar=sidecar, neighbours=neighbours)
 
 
 @asynccontextmanager
@@ -342,7 +320,7 @@ async def _ready(sidecar: Worker, stop: asyncio.Event, console: Console) -> bool
     while not stop.is_set():
         if sidecar.listener.state == "consuming":
             return True
-        waited_s, why = loop.time() - begun, _what_is_missing(sidecar)
+        waited_s, why = loop.time() - begun, what_is_missing(sidecar)
         if waited_s > READY_S:
             console.print(f"Not ready after {READY_S:g} s, so no samples are sent. Jobs sent now wait in the queue.")
             return False
@@ -353,19 +331,11 @@ async def _ready(sidecar: Worker, stop: asyncio.Event, console: Console) -> bool
     return False
 
 
-def _what_is_missing(sidecar: Worker) -> str:
-    listener = sidecar.listener
-    if listener.transport is None:
-        return f"RabbitMQ: {listener.link_reason}" if listener.link_reason else "the queue"
-    names = {"model": "the model", "store": "the result store", "kept": "answers to be stored"}
-    return ", ".join(f"{names.get(reason, reason)}: {why}" for reason, why in listener.suspended.items())
-
-
 # ---------------------------------------------------------------- what is said once
 
 
 def _say_where(
-    settings: Settings, parts: _Parts, keys: KeyFile | None, view: "_View", console: Console, *, mocked: bool
+    settings: Settings, parts: DevParts, keys: KeyFile | None, view: View, console: Console, *, mocked: bool
 ) -> None:
     redis, model, ops = settings.redis, settings.model, settings.ops
     table = Table.grid(padding=(0, 2))
@@ -408,7 +378,7 @@ def _say_where(
         console.print("Reachable from this machine alone", style="dim")
 
 
-def _say_how(view: "_View", infer_path: str, keys: KeyFile | None, console: Console) -> None:
+def _say_how(view: View, infer_path: str, keys: KeyFile | None, console: Console) -> None:
     """Commands to copy; each line is printed as it is, however narrow the terminal."""
     if keys is not None:
         console.print("Send one yourself with an API key: docs/gateway.md", style="bold")
@@ -421,295 +391,3 @@ def _say_how(view: "_View", infer_path: str, keys: KeyFile | None, console: Cons
     for line in python_lines(view.url, payload):
         console.out(line, highlight=False)
     console.print()
-
-
-def sample_payload(infer_path: str, model: str, text: str, *, stream: bool) -> dict[str, object]:
-    """A request in the shape that the inference path takes."""
-    if infer_path.endswith("/embeddings"):
-        return {"model": model, "input": text}
-    payload: dict[str, object] = {"model": model}
-    if infer_path.endswith("/completions") and not infer_path.endswith("/chat/completions"):
-        payload["prompt"] = text
-    else:
-        payload["messages"] = [{"role": "user", "content": text}]
-    return payload | ({"stream": True} if stream else {})
-
-
-def curl_lines(url: str, payload: Mapping[str, object]) -> Sequence[str]:
-    """Lines for a shell: submit, then wait for the result."""
-    body = shlex.quote(json.dumps({"payload": payload}, ensure_ascii=False))
-    return (
-        f"job=$(curl -sS {url}/v1/jobs -H 'Content-Type: application/json' \\",
-        f"  -d {body} \\",
-        r"""  | sed 's/.*"job_id":"\([^"]*\)".*/\1/')""",
-        f'curl -sS "{url}/v1/jobs/$job?wait=30"',
-    )
-
-
-def python_lines(url: str, payload: Mapping[str, object]) -> Sequence[str]:
-    """Lines for Python, with nothing but its standard library."""
-    return (
-        "import json, urllib.request",
-        f'jobs = "{url}/v1/jobs"',
-        f"body = {json.dumps({'payload': payload}, ensure_ascii=False)}",
-        'request = urllib.request.Request(jobs, json.dumps(body).encode(), {"Content-Type": "application/json"})',
-        'job_id = json.load(urllib.request.urlopen(request))["job_id"]',
-        'print(json.load(urllib.request.urlopen(f"{jobs}/{job_id}?wait=30")))',
-    )
-
-
-# ---------------------------------------------------------------- samples
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sample:
-    job_id: str
-    status: str
-    seconds: float
-    asked: str
-    tokens: str
-    text: str
-
-
-async def _send_samples(view: "_View", settings: Settings, count: int, stop: asyncio.Event, console: Console) -> None:
-    """Send a few requests through the intake, as anybody would, and show what came back."""
-    if not count:
-        return
-    console.print(f"\nSending {count} sample request{'s' if count != 1 else ''} through the HTTP intake", style="bold")
-    path = settings.model.infer_path
-    async with httpx.AsyncClient(base_url=view.url, trust_env=False, timeout=90.0) as client:
-        sending = asyncio.create_task(_send_all(client, path, view.model, count))
-        told = asyncio.create_task(stop.wait())
-        try:
-            await asyncio.wait([sending, told], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await ended(told)
-            if not sending.done():
-                await ended(sending)
-    if not sending.cancelled():
-        console.print(_sample_table(sending.result()))
-
-
-async def _send_all(client: httpx.AsyncClient, path: str, model: str, count: int) -> list[_Sample]:
-    async with asyncio.TaskGroup() as group:
-        sending = [group.create_task(_send(client, path, model, number)) for number in range(count)]
-    return [task.result() for task in sending]
-
-
-async def _send(client: httpx.AsyncClient, path: str, model: str, number: int) -> _Sample:
-    stream = number % 3 == 1 and "completions" in path
-    asked = PROMPTS[number % len(PROMPTS)]
-    payload = sample_payload(path, model, asked, stream=stream)
-    if "completions" in path:
-        payload["max_tokens"] = SAMPLE_TOKENS
-    begun = time.monotonic()
-    job_id, status, tokens, text = "", "failed", "", ""
-    try:
-        answer = await client.post("/v1/jobs", json={"payload": payload, "timeout_s": SAMPLE_S})
-        view: dict[str, Any] = answer.json()
-        job_id = str(view.get("job_id", ""))
-        while job_id and time.monotonic() - begun < SAMPLE_S:
-            view = (await client.get(f"/v1/jobs/{job_id}", params={"wait": 30})).json()
-            if view.get("status") not in ("queued", "running", "retrying"):
-                break
-        status = str(view.get("status"))
-        tokens, text = _said(view)
-    except (httpx.HTTPError, ValueError) as exc:
-        text = f"{type(exc).__name__}: {exc}"
-    seconds = time.monotonic() - begun
-    shown = f"{asked} (streamed)" if stream else asked
-    return _Sample(job_id=job_id, status=status, seconds=seconds, asked=shown, tokens=tokens, text=text)
-
-
-def _said(view: Mapping[str, Any]) -> tuple[str, str]:
-    """Tokens and text of an answer; of a failure its reason."""
-    result = view.get("result")
-    if not isinstance(result, dict):
-        return "", str(view.get("error") or view.get("detail") or "")
-    usage = result.get("usage")
-    tokens = usage.get("total_tokens", "") if isinstance(usage, dict) else ""
-    choices = result.get("choices")
-    first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-    message = first.get("message")
-    text = message.get("content") if isinstance(message, dict) else first.get("text")
-    if text is None and isinstance(result.get("data"), list):
-        text = f"{len(result['data'])} embedding(s)"
-    return str(tokens), str(text or "")
-
-
-def _sample_table(samples: Sequence[_Sample]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("job", "status", "seconds", "tokens", "asked", "answer"):
-        table.add_column(
-            name, justify="right" if name in ("seconds", "tokens") else "left", no_wrap=name in ("job", "status")
-        )
-    for sample in samples:
-        colour = "green" if sample.status == "succeeded" else "red"
-        table.add_row(
-            Text(sample.job_id[:8] or "-"),
-            Text(sample.status, style=colour),
-            f"{sample.seconds:.2f}",
-            sample.tokens,
-            Text(sample.asked),
-            Text(_shortened(sample.text)),
-        )
-    return table
-
-
-def _shortened(text: str, most: int = 70) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= most else f"{line[: most - 1]}…"
-
-
-# ---------------------------------------------------------------- the view
-
-
-@dataclass(frozen=True, slots=True)
-class _Numbers:
-    queued: int | None
-    running: int
-    done: int
-    failed: int
-    retried: int
-    state: str
-
-    def line(self) -> str:
-        queued = "?" if self.queued is None else self.queued
-        retried = f", retried {self.retried}" if self.retried else ""
-        state = "" if self.state == "consuming" else f" ({self.state})"
-        return f"queued {queued}, running {self.running}, done {self.done}, failed {self.failed}{retried}{state}"
-
-
-class _View:
-    """Shows what is queued, running, done and failed until told to stop."""
-
-    def __init__(self, parts: _Parts, console: Console, *, live: bool) -> None:
-        self._parts = parts
-        self._console = console
-        self._live = live
-        self._queued: int | None = None
-        self._looked_at = -BACKLOG_S
-        self.url = ""
-        self.model = ""
-
-    async def show(self, stop: asyncio.Event) -> None:
-        """Until told to stop."""
-        if self._live:
-            await self._show_live(stop)
-        else:
-            await self._show_lines(stop)
-
-    def summary(self) -> str:
-        """One line for the end."""
-        now, broker = self._count(), self._parts.broker
-        if broker is None:
-            kept_in = "Redis" if self._parts.settings.over_streams else "RabbitMQ"
-            left = f"what was queued is in {kept_in}"
-        else:
-            lost = len(broker.ready) + broker.delayed
-            left = (
-                f"{lost} queued {'is' if lost == 1 else 'are'} gone with the embedded queue"
-                if lost
-                else "the queue is empty"
-            )
-        return f"Stopped: {now.done} done, {now.failed} failed; {left}"
-
-    async def _show_live(self, stop: asyncio.Event) -> None:
-        self._console.print("What happens now (Ctrl-C stops it):", style="bold")
-        with (
-            _logs_above(self._console, self._parts.settings),
-            Live(
-                self._panel(await self._numbers()), console=self._console, auto_refresh=False, redirect_stdout=False
-            ) as live,
-        ):
-            while not await stopped_within(stop, LOOK_S):
-                live.update(self._panel(await self._numbers()), refresh=True)
-            live.update(self._panel(await self._numbers()), refresh=True)
-
-    async def _show_lines(self, stop: asyncio.Event) -> None:
-        self._console.print("What happens now, a line for each change (Ctrl-C stops it):")
-        shown = None
-        while not stop.is_set():
-            if (now := await self._numbers()) != shown:
-                shown = now
-                self._console.print(now.line(), markup=False)
-                await stopped_within(stop, PLAIN_S)
-            else:
-                await stopped_within(stop, LOOK_S)
-
-    def _panel(self, now: _Numbers) -> RenderableType:
-        table = Table(box=None, pad_edge=False, padding=(0, 4, 0, 0))
-        columns = (
-            ("queued", "cyan"),
-            ("running", "yellow"),
-            ("done", "green"),
-            ("failed", "red"),
-            ("retried", "magenta"),
-        )
-        for name, colour in columns:
-            table.add_column(name, justify="right", header_style="dim", style=colour)
-        queued = "?" if now.queued is None else str(now.queued)
-        table.add_row(queued, str(now.running), str(now.done), str(now.failed), str(now.retried))
-        missing = "" if now.state == "consuming" else f"{now.state}: {_what_is_missing(self._parts.sidecar)}"
-        return Group(table, Text(missing, style="yellow"))
-
-    async def _numbers(self) -> _Numbers:
-        loop, transport = asyncio.get_running_loop(), self._parts.sidecar.listener.transport
-        if transport is None:
-            self._queued = None
-        elif self._parts.broker is not None or loop.time() - self._looked_at >= BACKLOG_S:
-            self._looked_at = loop.time()
-            try:
-                backlog = await transport.backlog()
-                self._queued = backlog.ready + (backlog.delayed or 0)
-            except TransportLost:
-                self._queued = None
-        return self._count()
-
-    def _count(self) -> _Numbers:
-        sidecar = self._parts.sidecar
-        value = sidecar.metrics.registry.get_sample_value
-        results = "inference_worker_results_total"
-        failed = sum(value(results, {"status": "failed", "error_code": code}) or 0 for code in ERROR_CODES)
-        return _Numbers(
-            queued=self._queued,
-            running=sidecar.listener.in_flight,
-            done=round(value(results, {"status": "completed", "error_code": "none"}) or 0),
-            failed=round(failed),
-            retried=round(value("inference_worker_dispositions_total", {"disposition": "retry"}) or 0),
-            state=sidecar.listener.state,
-        )
-
-
-@contextmanager
-def _logs_above(console: Console, settings: Settings) -> Generator[None, None, None]:
-    """Log lines that go to the same terminal are printed above the live view instead of through it."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    logs.configure(_log_level(settings), "console", _Above(console))
-    try:
-        yield
-    finally:
-        logs.configure(_log_level(settings), "console", sys.stderr)
-
-
-def _log_level(settings: Settings) -> logs.Level:
-    """Quiet, unless the environment says otherwise: the view tells what `info` would."""
-    return settings.log.level if "level" in settings.log.model_fields_set else "warning"
-
-
-class _Above(io.StringIO):
-    """Where a log writes lines; keeps none."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self._console = console
-
-    def write(self, text: str) -> int:
-        if line := text.rstrip("\n"):
-            self._console.print(Text.from_ansi(line))
-        return len(text)
-
-    def isatty(self) -> bool:
-        return True

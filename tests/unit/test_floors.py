@@ -19,6 +19,7 @@ FLOORS = (
     "disposition",  # F2
     "breaker",
     "config.values",  # F3
+    "config.parts",
     "ports config.settings",
     "job_book scaling",
     "redis_scripts rmq_values settling metrics_buffer metrics logs tracing throughput mock_answers",  # F4a
@@ -36,6 +37,7 @@ FLOORS = (
     "submit dlq_command check_command",
     "assembly",  # F7
     "serve_gateway serve_scaler",
+    "dev_view dev_samples",
     "dev",  # F8
     "cli",  # F9
     "__main__",

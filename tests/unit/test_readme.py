@@ -8,7 +8,7 @@ import pytest
 
 from inference_worker.cli import _parser, _wrong_together
 from inference_worker.config.settings import describe, load
-from inference_worker.dev import curl_lines, sample_payload
+from inference_worker.dev_samples import curl_lines, sample_payload
 from inference_worker.redis_scripts import SCRIPTS
 from tests.readme_table import README, table, written
 
