@@ -12,9 +12,10 @@ from typing import Final, Literal
 
 import msgspec
 
+from inference_worker.job_records import record_key
 from inference_worker.messages import LONGEST_TIMEOUT_S
 from inference_worker.redis_scripts import PRELUDE, REVIVING, RedisLink, Script
-from inference_worker.results.redis import claim_key, job_key, record_kept_until_ms, result_key
+from inference_worker.results.redis import claim_key, record_kept_until_ms, result_key
 from inference_worker.transports.stream_entries import (
     ATTEMPT,
     ENQUEUED_AT,
@@ -177,7 +178,7 @@ class StreamDeadLetters:
             REPLAY_ENTRY,
             [result_key(seen.request_id), claim_key(seen.request_id), self._dead_letters, queue],
             letter.entry_id,
-            job_key(seen.request_id),
+            record_key(seen.request_id),
             repr(deadline),
             record_kept_until_ms(deadline, self._ttl_s),
             *letter.copied(body, now),

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 from inference_worker.disposition import Token
 from inference_worker.errors import StoreUnavailable
 from inference_worker.job_book import KEPT_AFTER_S
+from inference_worker.job_records import record_key
 from inference_worker.messages import KnownReply, Reply, encode_reply, known_reply
 from inference_worker.ports import (
     AlreadyAnswered,
@@ -65,13 +66,8 @@ def claim_key(request_id: str) -> str:
     return f"infer_claim:{{{result_key(request_id)}}}"
 
 
-def job_key(request_id: str) -> str:
-    """Where an intake keeps its record of the job, if it came through one."""
-    return f"infer_job:{request_id}"
-
-
 def record_kept_until_ms(deadline: float, ttl_s: float) -> int:
-    """When that record goes, of a job with this deadline."""
+    """When an intake's record of a job with this deadline goes."""
     return round((deadline + ttl_s + KEPT_AFTER_S) * 1000)
 
 
@@ -175,7 +171,7 @@ class RedisStore:
 
     async def make_room(self, request_id: str, deadline: float) -> ReplayRefused | None:
         """Forget a failed result and the claim, so that the request can run anew; None where that was done."""
-        record = (job_key(request_id), repr(deadline), record_kept_until_ms(deadline, self._ttl_s))
+        record = (record_key(request_id), repr(deadline), record_kept_until_ms(deadline, self._ttl_s))
         answer = await self._link.run(REPLAY, _keys(request_id), *record)
         match answer[0]:
             case b"COMPLETED":
@@ -212,7 +208,7 @@ class RedisStore:
     async def _finish(self, reply: Reply, event: bytes, token: Token, past_token: str) -> Write:
         keys = [*_keys(reply.request_id), self._outbox]
         body = encode_reply(reply)
-        job = job_key(reply.request_id)
+        job = record_key(reply.request_id)
         answer = await self._link.run(FINISH, keys, token, body, self._ttl_s, reply.status, event, past_token, job)
         match answer[0]:
             case b"STORED":

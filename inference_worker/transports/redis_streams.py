@@ -30,11 +30,12 @@ from inference_worker.disposition import (
     Token,
 )
 from inference_worker.errors import StoreUnavailable, TransportLost
+from inference_worker.job_records import record_key
 from inference_worker.messages import KnownReply, encode_reply, known_reply
 from inference_worker.metrics import WorkerMetrics
 from inference_worker.ports import Backlog, Delivery, ResultStore
 from inference_worker.redis_scripts import Argument, RedisLink, RedisTls
-from inference_worker.results.redis import DEAD_NOTE_TTL_S, claim_key, job_key, result_key
+from inference_worker.results.redis import DEAD_NOTE_TTL_S, claim_key, result_key
 from inference_worker.settling import bury, death_note, release, store_reply
 from inference_worker.timing import ended, first_of, quietly, stopped_within
 from inference_worker.transports.stream_entries import (
@@ -537,7 +538,7 @@ class StreamTransport:
                 keys,
                 *self._right_to(delivery),
                 *(disposition.claim.token if disposition.claim is not None else "", encode_reply(reply)),
-                *(self._streams.ttl_s, reply.status, event or b"", job_key(request_id), note, DEAD_NOTE_TTL_S),
+                *(self._streams.ttl_s, reply.status, event or b"", record_key(request_id), note, DEAD_NOTE_TTL_S),
                 *letter,
             )
         except StoreUnavailable as exc:

@@ -14,7 +14,7 @@ from inference_worker.job_book import KEPT_AFTER_S, Reserved
 from inference_worker.job_records import hooks_key, list_key, record_key
 from inference_worker.redis_scripts import RedisLink, RedisTls
 from inference_worker.results.job_book import MOST_LOOKED_AT, RedisJobBook
-from inference_worker.results.redis import RedisStore, job_key
+from inference_worker.results.redis import RedisStore
 from tests.faults.proxy import Do
 from tests.integration.conftest import MakeProxy
 from tests.job_book_contract import JobBookContract, record
@@ -124,10 +124,6 @@ async def test_key_names_tell_neither_tenant_nor_idempotency_key(harness: RedisB
     await harness.book.reserve(record(tenant="acme", webhook_url="https://example.com"), "order-17")
 
     assert not [key for key in await ends_of(harness.client) if "acme" in key or "order" in key]
-
-
-async def test_the_worker_knows_the_record_by_the_same_name() -> None:
-    assert record_key("a:b") == job_key("a:b")
 
 
 async def test_jobs_of_another_queue_are_not_ours(harness: RedisBookHarness) -> None:
