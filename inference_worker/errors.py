@@ -5,6 +5,7 @@ InferenceWorkerError
 ├── MalformedRequest           the message cannot be read as a request
 ├── TransportLost              the broker: this connection is over, open a new one
 ├── QueueFull                  the queue takes no more for now
+├── GateFailed                 a gate cannot say whether a request may go
 ├── StoreUnavailable           the result store cannot be asked now; outcome unknown
 ├── ModelFailure               the model gave no usable answer
 │   ├── ModelGone              refused, reset, DNS: nobody is there
@@ -52,6 +53,10 @@ class QueueFull(InferenceWorkerError):
     def __init__(self, reason: str, waiting: int | None = None) -> None:
         super().__init__(reason)
         self.waiting = waiting
+
+
+class GateFailed(InferenceWorkerError):
+    """A gate could not be asked, and has no rule for that."""
 
 
 class StoreUnavailable(InferenceWorkerError):

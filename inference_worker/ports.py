@@ -34,6 +34,14 @@ class Delivery:
     """Set once the right to settle it is gone."""
     headers: Mapping[str, object] = field(default_factory=dict)
     correlation_id: str | None = None
+    request: InferenceRequest | None = None
+    """Set where the transport has read the message already: its format is not that of `messages.decode`."""
+    route: "Route | None" = None
+    """Where the queue that it came from has it sent; None for the one model of a sidecar."""
+    labels: dict[str, str] = field(default_factory=dict)
+    """What the queue's configuration says of it; a gate may add `classification`."""
+    taken_at: float = 0.0
+    """Loop time of its arrival here, for those who judge by how long something has waited in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +58,18 @@ class Backlog:
     """How long the oldest message that nobody holds has waited; None where there is none or it cannot be told."""
     how: str = ""
     """How this was found out, where there are several ways: one word for people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """Where requests of a queue go, and what is sent along."""
+
+    base_url: str
+    """Without a slash at its end."""
+    path: str
+    """Where the request names no endpoint."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Set by the system before those of the request, such as the queue's objective."""
 
 
 class Transport(Protocol):
@@ -229,6 +249,111 @@ class Outbox(Protocol):
 
     async def size(self) -> int:
         """How many entries wait."""
+
+
+# ---------------------------------------------------------------- gates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a gate is told of a request."""
+
+    request_id: str
+    metadata: Mapping[str, str]
+    labels: dict[str, str]
+    """Of its queue; a classifying gate writes `classification` (`reserved` or `overflow`) here."""
+    deadline: float
+    """Unix seconds."""
+    tenant: str | None = None
+    payload: bytes = b""
+    """For gates that count what it costs; not looked into otherwise."""
+
+
+FeedbackKind = Literal["accepted", "capacity_rejected", "ttl_expired", "evicted", "rejected", "error", "not_sent"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feedback:
+    """What became of a request that a gate has admitted."""
+
+    kind: FeedbackKind
+    """`capacity_rejected` is a 429 without a reason, or one that says saturated; `not_sent`: it never left us."""
+    sent_at: float | None = None
+    """Loop time at which it was sent: a rejection says nothing of what was decided later."""
+    retry_after_s: float | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Of the answer, with lower-case names."""
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+class Permit(Protocol):
+    """What an admission has taken. Released exactly once, with what became of the request; a repeat does nothing."""
+
+    async def release(self, seen: Feedback) -> None:
+        """Give it back. Never fails: what cannot be given back lapses."""
+
+
+RefusedBecause = Literal["gate_closed", "quota_exhausted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """Go on."""
+
+    permits: tuple[Permit, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parked:
+    """Not yet: keep it, and ask again once `changed` is set, or after `within_s`."""
+
+    within_s: float
+    changed: asyncio.Event | None = None
+    because: RefusedBecause = "gate_closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnedAway:
+    """Not here and now: give it back to its queue, uncounted."""
+
+    because: RefusedBecause = "gate_closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """Never: it ends with this answer."""
+
+    status_code: int | None
+    """An HTTP status, where the gate answers in the model's place."""
+    error_code: str
+    error: str
+
+
+Verdict = Admitted | Parked | TurnedAway | Dropped
+
+
+class Gate(Protocol):
+    """Says whether a request may be sent now. `admit` counts what it admits against its last reading.
+
+    A gate that stands at several places (a queue, a pool) is one object at each.
+    """
+
+    def budget(self) -> float:
+        """The part of the capacity that is free, 0 to 1, by the last reading; never waits."""
+
+    async def admit(self, asked: Asked) -> Verdict:
+        """The verdict on one request.
+
+        Raises:
+            GateFailed: it cannot be said.
+        """
+
+    async def run(self, until: asyncio.Event) -> None:
+        """Keep its readings fresh until told to stop; returns at once where there are none."""
+
+    def closes_at(self) -> str:
+        """At which load it closes, for people: `check` prints it."""
 
 
 # ---------------------------------------------------------------- the fleet
