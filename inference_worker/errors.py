@@ -15,10 +15,17 @@ InferenceWorkerError
 ├── SinkUnavailable            metric server or billing cannot take it now
 └── ClientError                a caller's request, cancellation or question
     ├── NotSupported           this way of reaching the system cannot do it
+    ├── InvalidSubmission      a request that cannot be meant
     ├── NotAccepted            a request was not taken over, for sure or perhaps
+    │   ├── KeyTaken           its idempotency key stands for another request
+    │   └── PartlyAccepted     of many, the first were, the rest not
     ├── NoResultYet            the time to wait is over
+    ├── UnreadableResult       what lies among the results is none
+    ├── LeaseLost              a leased result is not ours any more
     └── NoSuchRequest          nobody knows of it (any more)
 """
+
+from collections.abc import Awaitable, Callable
 
 
 class InferenceWorkerError(Exception):
@@ -118,6 +125,52 @@ class NotAccepted(ClientError):
         super().__init__(reason)
         self.maybe = maybe
         self.for_good = for_good
+
+
+class InvalidSubmission(ClientError, ValueError):
+    """A request that cannot be meant: the message says which field is wrong, what came and what is accepted."""
+
+
+class KeyTaken(NotAccepted):
+    """An idempotency key stands for another request, whose id is `request_id`."""
+
+    def __init__(self, idempotency_key: str, request_id: str) -> None:
+        super().__init__(
+            f"idempotency_key {idempotency_key!r} stands for another request, {request_id!r}: the same key needs the "
+            "same request, its deadline and routes included",
+            maybe=False,
+            for_good=True,
+        )
+        self.idempotency_key = idempotency_key
+        self.request_id = request_id
+
+
+class PartlyAccepted(NotAccepted):
+    """Of many requests the first were taken over, and the rest not; the cause says why.
+
+    `accepted` has the submissions, in the order of the requests. `maybe` is about the next ones.
+    """
+
+    def __init__(self, reason: str, accepted: tuple[object, ...], *, maybe: bool, for_good: bool) -> None:
+        super().__init__(reason, maybe=maybe, for_good=for_good)
+        self.accepted = accepted
+
+
+class UnreadableResult(ClientError):
+    """Something among the results that cannot be read as one: `raw`.
+
+    Where it was received, it is leased like a result, and comes again once the lease has lapsed. `discard` ends that.
+    """
+
+    def __init__(self, reason: str, raw: bytes, discard: Callable[[], Awaitable[None]] | None = None) -> None:
+        super().__init__(reason)
+        self.raw = raw
+        self.discard = discard
+        """None where it is gone already."""
+
+
+class LeaseLost(ClientError):
+    """The lease on a result has lapsed or is somebody else's: it may have been received again."""
 
 
 class NoResultYet(ClientError, TimeoutError):

@@ -46,6 +46,9 @@ ErrorCode = Literal[
     "bad_response",
     "retries_exhausted",
     "poison",
+    "gate_dropped",
+    "gate_error",
+    "payload_unavailable",
 ]
 ERROR_CODES: Final[tuple[ErrorCode, ...]] = (
     "invalid_request",
@@ -56,6 +59,9 @@ ERROR_CODES: Final[tuple[ErrorCode, ...]] = (
     "bad_response",
     "retries_exhausted",
     "poison",
+    "gate_dropped",
+    "gate_error",
+    "payload_unavailable",
 )
 DEAD_LETTERED: Final = frozenset({"retries_exhausted", "poison"})
 """The failures whose message belongs into the dead letters."""
@@ -77,6 +83,10 @@ class InferenceRequest:
     stream: bool
     tenant: str | None = None
     metadata: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    """For the model, as the caller named them; none in our own format."""
+    model: str = ""
+    """What the caller says of the model, for traces, so that nobody reads the payload for it; mostly empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +127,8 @@ class Reply:
     error_code: ErrorCode | None = None
     received_at: float | None = None
     timings: Timings = field(default_factory=Timings)
+    answer: bytes | None = None
+    """The model's whole answer where it was a failure, for formats that hand it on; not stored in ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +174,7 @@ def decode(body: bytes, *, message_id: str | None, infer_path: str, now: float) 
         raise MalformedRequest(f"timeout_s must be above 0, got {timeout_s:g}", request_id)
     if "payload" not in fields:
         raise MalformedRequest("payload is missing: a JSON object is expected", request_id)
-    payload = _as_it_came(bytes(fields["payload"]), body)
+    payload = as_it_came(bytes(fields["payload"]), body)
     parts = _object(payload, "payload", request_id)
     stream = bytes(parts.get("stream", b"")) == b"true"
     return InferenceRequest(
@@ -441,7 +453,7 @@ def _id_was_mended(request_id: str, body: bytes) -> bool:
     return "\ufffd" in request_id and json_mended(body) != body
 
 
-def _as_it_came(part: bytes, body: bytes) -> bytes:
+def as_it_came(part: bytes, body: bytes) -> bytes:
     """A slice of a text that had to be mended, as it was before."""
     if part in body:
         return part

@@ -58,6 +58,8 @@ class Backlog:
     """How long the oldest message that nobody holds has waited; None where there is none or it cannot be told."""
     how: str = ""
     """How this was found out, where there are several ways: one word for people."""
+    next_deadline: float | None = None
+    """Unix seconds: the earliest deadline of what nobody holds; None where there is none or it cannot be told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

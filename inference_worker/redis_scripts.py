@@ -309,6 +309,20 @@ class RedisLink:
         """Run a command; as `run`."""
         return await self._answer(parts, None)
 
+    async def another(self) -> AbstractConnection:
+        """A connection of one's own to the same server, for commands that block; whoever asks for it closes it.
+
+        Raises: RedisError, OSError, TimeoutError, ValueError.
+        """
+        async with asyncio.timeout(self._answer_s):
+            return await connect(
+                self._url(),
+                self._password(),
+                client_name=self._client_name,
+                tls=self._tls,
+                within_s=self._answer_s,
+            )
+
     async def _answer(self, parts: tuple[Argument, ...], script: Script | None) -> Any:
         if self._closed:
             raise StoreUnavailable("the connection to Redis was closed by us")

@@ -280,6 +280,13 @@ async def scrape_gpus(client: httpx.AsyncClient, url: str, *, within_s: float) -
     return await _scrape(client, url, gpus, within_s)
 
 
+async def scrape_samples(
+    client: httpx.AsyncClient, url: str, names: frozenset[str], *, within_s: float
+) -> tuple[Sample, ...] | NotRead:
+    """Ask any page of metrics for the samples with these names. Time stamps on it are not heeded."""
+    return await _scrape(client, url, lambda text: tuple(samples(text, names)), within_s)
+
+
 async def _scrape(client: httpx.AsyncClient, url: str, read: Callable[[str], T], within_s: float) -> T | NotRead:
     try:
         async with asyncio.timeout(within_s):

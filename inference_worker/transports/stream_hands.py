@@ -5,7 +5,7 @@ is done only while jobs are short, and what has lain for about a second goes bac
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -39,6 +39,8 @@ class Receipt:
     handed_up_at: float = 0.0
     unclear: bool = False
     """A settlement was sent and its answer did not come: a repeat that finds nothing was preceded by it."""
+    more: object = None
+    """What else its transport needs."""
 
 
 def receipt_of(delivery: Delivery) -> Receipt:
@@ -158,6 +160,11 @@ class Hands:
             self._settling.discard(entry_id)
             delivery.lost.set()
 
+    def replaced(self, entry_id: str) -> None:
+        """The same entry was taken anew: what is in our hands of it is settled by nobody."""
+        if (delivery := self._held.get(entry_id) or self._ahead.get(entry_id)) is not None:
+            self.drop(entry_id, receipt_of(delivery).count)
+
     def take_back(self, at: float | None = None) -> list[Delivery]:
         """Take out what cannot be handed up and has lain for too long at `at`; without `at`, however long it has lain.
 
@@ -177,7 +184,7 @@ class Hands:
 
     def lose_all(self) -> None:
         """Nothing is ours any more."""
-        for delivery in self._all():
+        for delivery in self.deliveries():
             delivery.lost.set()
         self._held.clear()
         self._settling.clear()
@@ -186,12 +193,13 @@ class Hands:
 
     def everything(self) -> list[Receipt]:
         """What is to be kept."""
-        return [receipt_of(delivery) for delivery in self._all()]
+        return [receipt_of(delivery) for delivery in self.deliveries()]
+
+    def deliveries(self) -> list[Delivery]:
+        """Handed up or read ahead."""
+        return [*self._held.values(), *self._ahead.values()]
 
     def _take_out(self, entry_id: str) -> Delivery:
         delivery = self._ahead.pop(entry_id)
         self._ahead_bytes -= receipt_of(delivery).size_bytes
         return delivery
-
-    def _all(self) -> Iterable[Delivery]:
-        return [*self._held.values(), *self._ahead.values()]

@@ -11,7 +11,20 @@ from typing import Final
 
 from inference_worker.redis_scripts import FINISHING, PRELUDE, Script
 
-ENTRIES: Final = """
+RELEASING: Final = """
+local function release(result, claim, token, lease_ms)
+  if redis.call('EXISTS', result) == 1 then return end
+  local c = redis.call('HMGET', claim, 'holder', 'starts')
+  if c[1] ~= token then return end
+  redis.call('HDEL', claim, 'holder', 'until')
+  redis.call('HSET', claim, 'starts', math.max(tonumber(c[2] or '1') - 1, 0))
+  keep_for(claim, 2 * tonumber(lease_ms) + 60000)
+end
+"""
+"""Gives a request's claim up, uncounted; after `PRELUDE`."""
+
+ENTRIES: Final = (
+    """
 -- What is pending; nothing is where there is no group. Any other failure must not be taken for that.
 local function pending(stream, group, ...)
   local rows = redis.pcall('XPENDING', stream, group, ...)
@@ -43,15 +56,9 @@ local function give_back(stream, group, returned, idle_ms, ids)
   for _, word in ipairs({'IDLE', idle_ms, 'JUSTID'}) do words[#words + 1] = word end
   redis.call('XCLAIM', stream, group, returned, 0, unpack(words))
 end
-local function release(result, claim, token, lease_ms)
-  if redis.call('EXISTS', result) == 1 then return end
-  local c = redis.call('HMGET', claim, 'holder', 'starts')
-  if c[1] ~= token then return end
-  redis.call('HDEL', claim, 'holder', 'until')
-  redis.call('HSET', claim, 'starts', math.max(tonumber(c[2] or '1') - 1, 0))
-  keep_for(claim, 2 * tonumber(lease_ms) + 60000)
-end
 """
+    + RELEASING
+)
 """What the scripts share; after `PRELUDE`."""
 
 SETTLE: Final = Script(

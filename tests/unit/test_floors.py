@@ -13,24 +13,26 @@ ROOT = Path(__file__).parents[2] / "inference_worker"
 # Lowest first. Files of one line share a floor and may not import each other, those of one package apart, which may but
 # in no circle. A new file is added to a line that stands below all that it imports.
 FLOORS = (
-    "errors timing",  # F0
-    "messages",  # F1
-    "event_stream",
+    "errors timing lanes",  # F0
+    "gates.parameters merge stamping messages",  # F1
+    "event_stream llmd_messages",
+    "llmd_results",
     "disposition",  # F2
-    "breaker",
+    "breaker llmd_retry",
     "config.values",  # F3
-    "config.parts",
+    "config.parts config.documents config.process_flags",
     "ports config.settings",
-    "job_book scaling",
+    "producer_requests producer_results job_book scaling",
     "redis_scripts rmq_values settling metrics_buffer metrics logs tracing throughput mock_answers",  # F4a
-    "rmq_connection job_records",
+    "producer_scripts rmq_connection job_records",
     "rmq_listener rmq_producer rmq_dead_letters transports.memory results.* scaler model_client billing.* scraping "
     "mock_model echo_model",
-    "transports.*",  # Those in Redis know the keys of its results.
-    "rmq_look rmq_backlog scale_metrics client_ways otlp confirmed_intake stream_dead_letters memory_dead_letters",
+    "transports.* gates.*",  # Those in Redis know the keys of its results.
+    "rmq_look rmq_backlog scale_metrics client_ways otlp confirmed_intake stream_dead_letters memory_dead_letters "
+    "producer_arrivals producer_leases",
     "dlq",
     "dlq_reach dlq_remote dlq_saying",
-    "message_processor health_checker metrics_reporter fleet_reporter ops_server gateway.* client check",  # F5
+    "message_processor health_checker metrics_reporter fleet_reporter ops_server gateway.* client check producer",  # F5
     "request_notes",
     "listener submit_lines submit_state submit_progress",  # F6
     "submit_run",
@@ -48,13 +50,14 @@ LIBRARIES = {
     "pydantic": "config.*",
     "pydantic_core": "config.*",
     "pydantic_settings": "config.*",
-    "msgspec": "messages event_stream",
+    "msgspec": "messages event_stream llmd_messages llmd_results",
 }
 DRIVERS = {
     "aio_pika": "rmq_*",
     "aiormq": "rmq_*",
     "pamqp": "rmq_*",
-    "redis": "redis_scripts results.redis results.notifications transports.stream_reader",
+    "redis": "producer_arrivals redis_scripts results.redis results.notifications transports.stream_reader "
+    "transports.key_watch",
     "aiohttp": "model_client",
     "aiohttp.web": "ops_server mock_model",
     "fastapi": "gateway.*",

@@ -1,0 +1,558 @@
+"""The JSON documents of a process of many queues: transport, pools, merge policy, body transforms. Checked whole.
+
+The keys and defaults are those of llm-d-async. What it lets pass is an error here: a key, a gate type or a pool that
+does not exist, anything given twice. Each problem names its place in the document, what is there and what is accepted,
+and all of them come at once.
+
+Not here: the flags that name the documents (`process_flags`), and the parameters of gates: each gate reads its own.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal, cast
+
+from pydantic import TypeAdapter, ValidationError
+
+from inference_worker.config.values import AmqpUrl, BaseUrl, RedisUrl, Text
+from inference_worker.errors import ConfigurationError
+from inference_worker.gates.parameters import Parameters, shown
+from inference_worker.lanes import LANES, TIER_LABEL
+from inference_worker.stamping import FAIRNESS_ATTRIBUTE, FAIRNESS_HEADER, OBJECTIVE_HEADER, Stamps, legal_name
+
+TransportKind = Literal["redis-sortedset", "redis-streams", "rabbitmq"]
+KINDS: Final[tuple[TransportKind, ...]] = ("redis-sortedset", "redis-streams", "rabbitmq")
+RedisMode = Literal["standalone", "cluster", "sentinel"]
+MODES: Final[tuple[RedisMode, ...]] = ("standalone", "cluster", "sentinel")
+MergeType = Literal["random-robin", "tier-priority", "tier-aging"]
+MERGE_TYPES: Final[tuple[MergeType, ...]] = ("random-robin", "tier-priority", "tier-aging")
+
+TRANSFORM_TYPES: Final = ("gcs_uri_multipart",)
+
+DEFAULT_POOL: Final = "default"
+DEFAULT_PATH: Final = "/v1/completions"
+DEFAULT_WORKERS: Final = 64
+MOST_WORKERS: Final = 100_000
+MOST_QUEUES: Final = 10_000
+YEAR_S: Final = 366 * 86_400
+
+GATE_TYPES: Final = frozenset(
+    {
+        "aimd",
+        "binary-metric",
+        "composite",
+        "constant",
+        "constant-decision",
+        "deadline",
+        "endpoint-scrape",
+        "local-max-concurrency",
+        "local-rate-limit",
+        "prometheus-budget",
+        "prometheus-query",
+        "prometheus-saturation",
+        "redis",
+        "redis-leased-rate",
+        "redis-quota",
+        "reservation-classifier",
+        "tier-priority-admission",
+        "wait-on-refuse",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateConfig:
+    """A gate as a document has it; its parameters are native values or text."""
+
+    gate_type: str
+    gate_params: Mapping[str, object]
+    where: str
+    """Its place in the document, for problems with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueConfig:
+    """One queue, and where its requests go."""
+
+    id: str
+    """Its name in metrics and envelopes; the queue's own where the document has none."""
+    queue_name: str
+    base_url: Text
+    request_path: str
+    """Where a request names no endpoint."""
+    worker_pool_id: str = DEFAULT_POOL
+    objective: str = ""
+    gate: GateConfig | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    result_queue_name: str = ""
+    """Empty: the message's choice, else the transport's."""
+    result_ttl_s: int = 0
+    """0: results do not expire."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportConfig:
+    """Where the queues are, and what holds for all of them."""
+
+    kind: TransportKind
+    url: Text | None
+    """None: as the environment says."""
+    mode: RedisMode = "standalone"
+    addresses: tuple[str, ...] = ()
+    master_name: str = ""
+    retry_queue_name: str = "retry-sortedset"
+    result_queue_name: str = "result-list"
+    poll_interval_s: float = 1.0
+    batch_size: int = 10
+    claim_lease_s: float = 300.0
+    claim_reclaim_interval_s: float = 15.0
+    enable_tracing: bool = False
+    queues: tuple[QueueConfig, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfig:
+    """Workers that share a gate and a budget of requests in flight."""
+
+    id: str
+    workers: int
+    gate: GateConfig | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeConfig:
+    """In which order a pool takes from its queues, and what is stamped on the way."""
+
+    type: MergeType = "random-robin"
+    tier_label: str = TIER_LABEL
+    stamps: Stamps = field(default_factory=Stamps)
+    max_per_lane: int | None = None
+    """None: as the policy has it."""
+    patience: int | None = None
+    """For `tier-aging`: how often a lane that has work is passed over at most; None: as the policy has it."""
+    lane_patience: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformConfig:
+    """What makes another body of a payload; the first that fits does."""
+
+    name: str
+    type: str
+    parameters: Mapping[str, object]
+    where: str
+    """Its place in the document, for problems with its parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessDocuments:
+    """All of it, checked."""
+
+    transport: TransportConfig
+    pools: tuple[PoolConfig, ...]
+    merge: MergeConfig
+    transforms: tuple[TransformConfig, ...] = ()
+
+
+GateProblems = Callable[[GateConfig], Sequence[str]]
+
+
+def read_documents(
+    kind: str,
+    transport_json: str,
+    pools_json: str | None = None,
+    merge_json: str | None = None,
+    transform_json: str | None = None,
+    *,
+    url: str | None = None,
+    concurrency: int = DEFAULT_WORKERS,
+    without_queues: bool = False,
+    gate_problems: GateProblems | None = None,
+) -> ProcessDocuments:
+    """Read the documents. Without one for pools there is one pool, `default`, of `concurrency` workers.
+
+    `url` is the broker's where the document has none. `without_queues`: no queue is fine, as it is for a process that
+    runs already. `gate_problems` finds out what is wrong with a gate; its type and those inside it where left out.
+
+    Raises:
+        ConfigurationError: with every problem of all documents.
+    """
+    problems: list[str] = []
+    transport = _transport(kind, transport_json, url, without_queues, problems)
+    pools = _pools(pools_json, concurrency, problems)
+    merge = _merge(merge_json, problems)
+    transforms = _transforms(transform_json, problems)
+    if pools is not None:
+        _check_pools(transport, pools, problems)
+    gates = [*(queue.gate for queue in transport.queues), *(pool.gate for pool in pools or ())]
+    for gate in gates:
+        if gate is not None:
+            problems.extend((gate_problems or type_problems)(gate))
+    if problems:
+        raise ConfigurationError(tuple(dict.fromkeys(problems)))
+    return ProcessDocuments(transport=transport, pools=pools or (), merge=merge, transforms=transforms)
+
+
+def type_problems(gate: GateConfig) -> list[str]:
+    """What is wrong with the type of a gate and of those inside it."""
+    problems: list[str] = []
+    _check_type(gate.gate_type, Parameters(gate.gate_params, f"{gate.where}.gate_params", problems), gate.where)
+    return problems
+
+
+def _check_type(gate_type: str, given: Parameters, where: str, name: str = "gate_type") -> None:
+    if gate_type not in GATE_TYPES:
+        given.problems.append(f"{where}.{name}: is {shown(gate_type)}; accepted: {', '.join(sorted(GATE_TYPES))}")
+        return
+    if gate_type == "tier-priority-admission":
+        saturation = given.text("saturation_gate")
+        if saturation:  # Its absence is noted already.
+            _check_type(saturation, given.inner("saturation_gate_params"), given.where, "saturation_gate")
+    inner = given.gates("gates") if gate_type == "composite" else ()
+    if gate_type == "wait-on-refuse" and (only := given.gate("gate")) is not None:
+        inner = (only,)
+    for spec in inner:
+        _check_type(spec.gate_type, spec.given, spec.where)
+
+
+# ---------------------------------------------------------------- the transport
+
+
+def _transport(kind: str, text: str, url: str | None, without_queues: bool, problems: list[str]) -> TransportConfig:
+    known = next((known for known in KINDS if known == kind), None)
+    if known is None:
+        problems.append(f"--transport: is {shown(kind)}; accepted: {', '.join(KINDS)}")
+    document = _object(text, "transport", problems)
+    given = Parameters(document, "transport", problems)
+    given.has("queues")
+    items = _list(document.get("queues"), "transport.queues", problems)
+    if not items and not without_queues:
+        problems.append("transport.queues: has no queue; accepted: at least one")
+    if len(items) > MOST_QUEUES:
+        problems.append(f"transport.queues: has {len(items)} queues; accepted: up to {MOST_QUEUES}")
+    queues = [_queue(item, f"transport.queues[{place}]", problems) for place, item in enumerate(items[:MOST_QUEUES])]
+    _once("transport.queues", "id", [queue.id for queue in queues], problems)
+    _once("transport.queues", "queue_name", [queue.queue_name for queue in queues], problems)
+    config = _of_a_kind(known or "redis-sortedset", document, given, url, tuple(queues), problems)
+    if known is not None:
+        given.finish()
+    return config
+
+
+def _of_a_kind(
+    kind: TransportKind,
+    document: Mapping[str, object],
+    given: Parameters,
+    url: str | None,
+    queues: tuple[QueueConfig, ...],
+    problems: list[str],
+) -> TransportConfig:
+    config = TransportConfig(
+        kind=kind,
+        url=_broker_url(kind, given, url, problems),
+        result_queue_name=given.text("result_queue_name", "result-list"),
+        batch_size=_or_default(given, "batch_size", 10, MOST_WORKERS),
+        enable_tracing=given.switch("enable_tracing", False),
+        queues=queues,
+    )
+    if kind != "redis-sortedset":
+        return config
+    mode, addresses, master_name = _topology(document, given, problems)
+    return replace(
+        config,
+        mode=mode,
+        addresses=addresses,
+        master_name=master_name,
+        retry_queue_name=given.text("retry_queue_name", "retry-sortedset"),
+        poll_interval_s=_or_default(given, "poll_interval_ms", 1000, 3_600_000) / 1000,
+        claim_lease_s=float(_or_default(given, "claim_lease_ttl_seconds", 300, YEAR_S)),
+        claim_reclaim_interval_s=_or_default(given, "claim_reclaim_interval_ms", 15_000, YEAR_S * 1000) / 1000,
+    )
+
+
+def _or_default(given: Parameters, name: str, default: int, most: int) -> int:
+    """A whole number; 0 stands for the default, as it does there."""
+    return given.whole(name, default, at_least=0, at_most=most) or default
+
+
+def _topology(
+    document: Mapping[str, object], given: Parameters, problems: list[str]
+) -> tuple[RedisMode, tuple[str, ...], str]:
+    mode = next(mode for mode in MODES if mode == given.choice("mode", MODES, "standalone"))
+    given.has("addrs")
+    items = _list(document.get("addrs"), "transport.addrs", problems)
+    addresses = tuple(item for item in items if isinstance(item, str) and item)
+    problems.extend(
+        f"transport.addrs[{place}]: is {shown(item)}; accepted: host:port"
+        for place, item in enumerate(items)
+        if item not in addresses
+    )
+    master_name = given.text("master_name", "")
+    if addresses and mode == "standalone":
+        problems.append("transport.addrs: is given; accepted only with the mode cluster or sentinel")
+    if master_name and mode != "sentinel":
+        problems.append("transport.master_name: is given; accepted only with the mode sentinel")
+    if mode == "sentinel" and not master_name:
+        problems.append("transport.master_name: is missing; accepted: the name that the sentinels watch")
+    return mode, addresses, master_name
+
+
+def _broker_url(kind: TransportKind, given: Parameters, url: str | None, problems: list[str]) -> Text | None:
+    """Never shown where it is wrong: it may hold a password."""
+    said = given.text("url", "") or url or ""
+    if said:
+        return _url(said, _amqp if kind == "rabbitmq" else _redis, "transport.url", problems)
+    if kind == "redis-sortedset":
+        problems.append("transport.url: is missing; accepted: a redis:// URL, here or in REDIS_URL")
+    return None
+
+
+def _queue(item: object, where: str, problems: list[str]) -> QueueConfig:
+    if not isinstance(item, Mapping):
+        problems.append(f"{where}: is {shown(item)}; accepted: an object")
+        return QueueConfig(id="", queue_name="", base_url=Text(""), request_path=DEFAULT_PATH, worker_pool_id="")
+    given = Parameters(item, where, problems)
+    queue_name = given.text("queue_name")
+    base_url = given.text("igw_base_url")
+    queue = QueueConfig(
+        id=given.text("id", queue_name),
+        queue_name=queue_name,
+        base_url=_url(base_url, _base, f"{where}.igw_base_url", problems) if base_url else Text(""),
+        request_path=given.text("request_path_url", DEFAULT_PATH),
+        worker_pool_id=given.text("worker_pool_id", DEFAULT_POOL),
+        objective=given.text("inference_objective", ""),
+        gate=_gate(given, item, where, problems),
+        labels=given.texts("labels"),
+        result_queue_name=given.text("result_queue_name", ""),
+        result_ttl_s=given.whole("result_ttl_seconds", 0, at_least=0, at_most=YEAR_S),
+    )
+    given.finish()
+    return queue
+
+
+def _gate(given: Parameters, item: Mapping[str, object], where: str, problems: list[str]) -> GateConfig | None:
+    gate_type, params = given.text("gate_type", ""), item.get("gate_params")
+    given.has("gate_params")
+    if isinstance(params, str) and params:
+        params = _parsed(params, f"{where}.gate_params", problems)
+    if params not in (None, "") and not isinstance(params, Mapping):
+        problems.append(f"{where}.gate_params: is {shown(params)}; accepted: an object, or its JSON as text")
+    read = params if isinstance(params, Mapping) else {}
+    if gate_type:
+        return GateConfig(gate_type=gate_type, gate_params=read, where=where)
+    if read:
+        problems.append(f"{where}.gate_params: is given without a gate_type; accepted: both, or none")
+    return None
+
+
+# ---------------------------------------------------------------- pools
+
+
+def _pools(text: str | None, concurrency: int, problems: list[str]) -> tuple[PoolConfig, ...] | None:
+    """None where the document cannot be read, so that nothing is said of the pools that queues name."""
+    if text is None:
+        return (PoolConfig(id=DEFAULT_POOL, workers=concurrency),)
+    parsed = _parsed(text, "pools", problems)
+    if not isinstance(parsed, list):
+        problems.extend([] if parsed is None else [f"pools: is {shown(parsed)}; accepted: a list"])
+        return None
+    items = cast("list[object]", parsed)
+    pools = [pool for place, item in enumerate(items) if (pool := _pool(item, f"pools[{place}]", problems)) is not None]
+    _once("pools", "id", [pool.id for pool in pools], problems)
+    return tuple(pools)
+
+
+def _pool(item: object, where: str, problems: list[str]) -> PoolConfig | None:
+    if not isinstance(item, Mapping):
+        problems.append(f"{where}: is {shown(item)}; accepted: an object")
+        return None
+    given = Parameters(item, where, problems)
+    pool = PoolConfig(
+        id=given.text("id"),
+        workers=given.whole("workers", at_least=1, at_most=MOST_WORKERS),
+        gate=_gate(given, item, where, problems),
+    )
+    given.finish()
+    return pool
+
+
+def _check_pools(transport: TransportConfig, pools: Sequence[PoolConfig], problems: list[str]) -> None:
+    names = [pool.id for pool in pools]
+    accepted = f"one of the pools: {', '.join(names)}" if names else "a pool, of which there is none"
+    problems.extend(
+        f"transport.queues[{place}].worker_pool_id: is {shown(queue.worker_pool_id)}; accepted: {accepted}"
+        for place, queue in enumerate(transport.queues)
+        if queue.worker_pool_id and queue.worker_pool_id not in names
+    )
+
+
+# ---------------------------------------------------------------- the merge policy
+
+
+def _merge(text: str | None, problems: list[str]) -> MergeConfig:
+    if text is None:
+        return MergeConfig()
+    given = Parameters(_object(text, "merge", problems), "merge", problems)
+    kind = next(known for known in MERGE_TYPES if known == given.choice("type", MERGE_TYPES))
+    params = given.inner("parameters")
+    merge = MergeConfig(
+        type=kind,
+        stamps=Stamps(
+            fairness_header=_header(params, "fairness_header", params.text_or_off("fairness_header", FAIRNESS_HEADER)),
+            fairness_attribute=params.text("fairness_attribute", FAIRNESS_ATTRIBUTE),
+        ),
+        max_per_lane=_given_whole(params, "max_per_lane"),
+    )
+    if kind != "random-robin":
+        merge = replace(merge, tier_label=params.text("tier_label", TIER_LABEL), stamps=_lane_stamps(params, merge))
+    if kind == "tier-aging":
+        patience = {name: _given_whole(params.inner("lane_patience"), name) for name in _lanes(params, "lane_patience")}
+        merge = replace(
+            merge,
+            patience=_given_whole(params, "patience"),
+            lane_patience={name: number for name, number in patience.items() if number is not None},
+        )
+    given.finish()
+    params.finish()
+    return merge
+
+
+def _lane_stamps(params: Parameters, merge: MergeConfig) -> Stamps:
+    objectives = params.texts("lane_objectives")
+    return replace(
+        merge.stamps,
+        priority_header=_header(params, "priority_header", params.text("priority_header", "")),
+        objective_header=_header(params, "objective_header", params.text("objective_header", OBJECTIVE_HEADER)),
+        lane_objectives={name: objectives[name] for name in _lanes(params, "lane_objectives")},
+    )
+
+
+def _lanes(params: Parameters, name: str) -> list[str]:
+    """The lanes that a map names; what is none of them is a problem."""
+    asked = params.texts(name)
+    params.problems.extend(
+        f"{params.where}.{name}.{lane}: is no lane; accepted: {', '.join(LANES)}" for lane in asked if lane not in LANES
+    )
+    return [lane for lane in asked if lane in LANES]
+
+
+def _header(params: Parameters, name: str, header: str) -> str:
+    """An illegal name would fail every request; better this start."""
+    if header and not legal_name(header):
+        params.wrong(name, "a name of an HTTP header, or nothing")
+    return header
+
+
+def _given_whole(params: Parameters, name: str) -> int | None:
+    return params.whole(name, 1, at_least=1, at_most=1_000_000) if params.has(name) else None
+
+
+# ---------------------------------------------------------------- body transforms
+
+
+def _transforms(text: str | None, problems: list[str]) -> tuple[TransformConfig, ...]:
+    if text is None:
+        return ()
+    document = _object(text, "transforms", problems)
+    given = Parameters(document, "transforms", problems)
+    given.has("requestTransforms")
+    if given.has("responseTransforms") and document["responseTransforms"] != []:
+        given.wrong("responseTransforms", "none: answers pass as they came")
+    given.finish()
+    where = "transforms.requestTransforms"
+    items = enumerate(_list(document.get("requestTransforms"), where, problems))
+    transforms = [
+        made for place, item in items if (made := _transform(item, f"{where}[{place}]", problems)) is not None
+    ]
+    _once(where, "name", [transform.name for transform in transforms], problems)
+    return tuple(transforms)
+
+
+def _transform(item: object, where: str, problems: list[str]) -> TransformConfig | None:
+    if not isinstance(item, Mapping):
+        problems.append(f"{where}: is {shown(item)}; accepted: an object")
+        return None
+    given = Parameters(item, where, problems)
+    parameters = item.get("parameters")
+    given.inner("parameters")
+    transform = TransformConfig(
+        name=given.text("name"),
+        type=given.choice("type", TRANSFORM_TYPES),
+        parameters=parameters if isinstance(parameters, Mapping) else {},
+        where=where,
+    )
+    given.finish()
+    return transform
+
+
+# ---------------------------------------------------------------- JSON and URLs
+
+_amqp: Final = TypeAdapter[Text](AmqpUrl)
+_redis: Final = TypeAdapter[Text](RedisUrl)
+_base: Final = TypeAdapter[Text](BaseUrl)
+
+
+def _url(said: str, adapter: TypeAdapter[Text], where: str, problems: list[str]) -> Text:
+    try:
+        return adapter.validate_python(said)
+    except ValidationError as exc:
+        problems.append(f"{where}: {exc.errors()[0]['ctx']['error']}")
+        return Text("")
+
+
+def _once(where: str, name: str, values: Sequence[str], problems: list[str]) -> None:
+    """Note what stands there a second time."""
+    first: dict[str, int] = {}
+    for place, value in enumerate(values):
+        if first.setdefault(value, place) < place and value:
+            problems.append(
+                f"{where}[{place}].{name}: is {shown(value)}, as in {where}[{first[value]}]; accepted: each once"
+            )
+
+
+def _list(value: object, where: str, problems: list[str]) -> list[object]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        problems.append(f"{where}: is {shown(value)}; accepted: a list")
+        return []
+    return cast("list[object]", value)
+
+
+def _object(text: str, where: str, problems: list[str]) -> Mapping[str, object]:
+    parsed = _parsed(text, where, problems)
+    if parsed is None:
+        return {}
+    if not isinstance(parsed, dict):
+        problems.append(f"{where}: is {shown(parsed)}; accepted: an object")
+        return {}
+    return cast("dict[str, object]", parsed)
+
+
+def _parsed(text: str, where: str, problems: list[str]) -> object:
+    """The JSON of a document; None where it is none, which is noted."""
+    twice: list[str] = []
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice.extend(name for name in made if names.count(name) > 1)
+        return made
+
+    try:
+        parsed: object = json.loads(text, object_pairs_hook=once, parse_constant=_no_number)
+    except json.JSONDecodeError as exc:
+        problems.append(f"{where}: is no JSON: {exc.msg} at line {exc.lineno}, column {exc.colno}")
+        return None
+    except (ValueError, RecursionError) as exc:
+        problems.append(f"{where}: is no JSON: {exc}")
+        return None
+    problems.extend(f"{where}: has {shown(name)} twice in one object; accepted: once" for name in twice)
+    if parsed is None:
+        problems.append(f"{where}: is null; accepted: a document")
+    return parsed
+
+
+def _no_number(word: str) -> object:
+    raise ValueError(f"{word} is no JSON number")

@@ -1,0 +1,428 @@
+"""The flags of a process of many queues, new ones and old ones, and how documents come of them.
+
+Names and defaults are those of llm-d-async, so that its command lines work here. An old flag is an alias: of a key of
+the transport document, or of another flag. Where new ones are given beside old ones the new ones hold, and it is said
+which were left out. Not here: reading the command line, and what the documents may hold (`documents`).
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeVar
+
+from inference_worker.config.documents import (
+    DEFAULT_PATH,
+    DEFAULT_WORKERS,
+    KINDS,
+    MOST_WORKERS,
+    GateProblems,
+    ProcessDocuments,
+    read_documents,
+)
+from inference_worker.errors import ConfigurationError
+from inference_worker.gates.parameters import Parameters, shown
+from inference_worker.llmd_retry import StatusTable, status_table
+
+T = TypeVar("T")
+
+FlagKind = Literal["text", "whole", "seconds", "switch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """One flag of the command line."""
+
+    name: str
+    """Without its dashes."""
+    default: str
+    """As one would write it."""
+    meaning: str
+    kind: FlagKind = "text"
+    instead: str = ""
+    """Set for an old flag: what to give in its place."""
+    unused: str = ""
+    """Set where it is taken and changes nothing: why."""
+
+
+def _old(name: str, default: str, instead: str, kind: FlagKind = "text") -> Flag:
+    return Flag(name=name, default=default, meaning=f"old: use {instead}", kind=kind, instead=instead)
+
+
+def _unused(name: str, default: str, why: str, kind: FlagKind = "text") -> Flag:
+    return Flag(name=name, default=default, meaning=f"taken and not used: {why}", kind=kind, unused=why)
+
+
+_TRANSPORT: Final = "--transport-config or --transport-config-file"
+_NO_BROKER: Final = "this transport is not served here"
+
+FLAGS: Final[tuple[Flag, ...]] = (
+    Flag(name="transport", default="", meaning=f"the kind of queues: {', '.join(KINDS)}"),
+    Flag(name="transport-config", default="", meaning="the transport document itself, as JSON"),
+    Flag(name="transport-config-file", default="", meaning="the file of the transport document"),
+    Flag(
+        name="transport-config-watch-interval",
+        default="0",
+        meaning="how often the queues of that file are read again; 0: never",
+        kind="seconds",
+    ),
+    Flag(name="pool-config-file", default="", meaning="the file of the pools; without one there is one, `default`"),
+    Flag(
+        name="request-merge-policy-config-file",
+        default="",
+        meaning="the file of the merge policy; without one it is random-robin",
+    ),
+    Flag(name="transform-config-file", default="", meaning="the file of the body transforms"),
+    Flag(
+        name="concurrency",
+        default=str(DEFAULT_WORKERS),
+        meaning="workers of the pool `default`, where no file has pools",
+        kind="whole",
+    ),
+    Flag(name="request-timeout", default="5m", meaning="the longest one call may take", kind="seconds"),
+    Flag(name="drain-timeout", default="2m", meaning="how long running calls may go on at a stop", kind="seconds"),
+    Flag(
+        name="gate-wait-timeout",
+        default="5m",
+        meaning="how long a request may wait at its pool's gate; 0: until its deadline",
+        kind="seconds",
+    ),
+    Flag(
+        name="status-rules",
+        default="",
+        meaning='what statuses mean where it is not as usual, as JSON: {"404": "retry", "5xx": "final"}',
+    ),
+    Flag(name="prometheus-url", default="", meaning="the Prometheus server that gates ask"),
+    Flag(name="prometheus-cache-ttl", default="5s", meaning="how often gates read their metrics", kind="seconds"),
+    Flag(
+        name="metrics-backlog-poll-interval",
+        default="15s",
+        meaning="how often the backlog is counted; 0: never",
+        kind="seconds",
+    ),
+    Flag(name="health-port", default="8081", meaning="the port of /healthz and /readyz", kind="whole"),
+    Flag(name="metrics-port", default="9090", meaning="the port of /metrics", kind="whole"),
+    Flag(name="tls-ca-cert", default="", meaning="a file of certificates (PEM) that the gateway's is checked against"),
+    Flag(name="tls-cert", default="", meaning="a client certificate (PEM); needs tls-key"),
+    Flag(name="tls-key", default="", meaning="its key (PEM)"),
+    Flag(
+        name="tls-insecure-skip-verify",
+        default="false",
+        meaning="do not check the gateway's certificate",
+        kind="switch",
+    ),
+    Flag(name="v", default="2", meaning="how much is logged: 2 usual, 3 verbose, 4 debug, 5 trace", kind="whole"),
+    _unused("metrics-endpoint-auth", "true", "there is no Kubernetes behind the metrics to ask", "switch"),
+    _unused("kubeconfig", "", "nothing here asks Kubernetes"),
+    _unused("zap-devel", "true", "logs have one format", "switch"),
+    _unused("zap-encoder", "", "logs have one format"),
+    _unused("zap-log-level", "", "use v"),
+    _unused("zap-stacktrace-level", "", "a fault of ours always comes with its trace"),
+    _unused("zap-time-encoding", "", "logs have one format"),
+    _old("message-queue-impl", "redis-pubsub", "--transport"),
+    _old("redis-tracing", "false", "enable_tracing in the transport document", "switch"),
+    _old("request-merge-policy-config", "", "--request-merge-policy-config-file"),
+    _old("redis.url", "", "url in the transport document"),
+    _old("redis.ss.igw-base-url", "", _TRANSPORT),
+    _old("redis.ss.request-path-url", DEFAULT_PATH, _TRANSPORT),
+    _old("redis.ss.inference-objective", "", _TRANSPORT),
+    _old("redis.ss.request-queue-name", "request-sortedset", _TRANSPORT),
+    _old("redis.ss.result-queue-name", "result-list", _TRANSPORT),
+    _old("redis.ss.queues-config", "", "--transport-config"),
+    _old("redis.ss.queues-config-file", "", "--transport-config-file"),
+    _old("redis.ss.queues-config-watch-interval", "0", "--transport-config-watch-interval", "seconds"),
+    _old("redis.ss.poll-interval-ms", "1000", "poll_interval_ms in the transport document", "whole"),
+    _old("redis.ss.batch-size", "10", "batch_size in the transport document", "whole"),
+    _old("redis.ss.gate-type", "", "gate_type in the transport document"),
+    _old("redis.ss.gate-params", "{}", "gate_params in the transport document"),
+    *(
+        _unused(name, "", _NO_BROKER)
+        for name in (
+            "redis.igw-base-url",
+            "redis.request-path-url",
+            "redis.inference-objective",
+            "redis.request-queue-name",
+            "redis.retry-queue-name",
+            "redis.result-queue-name",
+            "redis.queues-config",
+            "redis.queues-config-file",
+            "pubsub.igw-base-url",
+            "pubsub.project-id",
+            "pubsub.request-path-url",
+            "pubsub.inference-objective",
+            "pubsub.request-subscriber-id",
+            "pubsub.result-topic-id",
+            "pubsub.topics-config-file",
+            "pubsub.batch-size",
+        )
+    ),
+)
+BY_NAME: Final = {flag.name: flag for flag in FLAGS}
+NEW_TRANSPORT: Final = ("transport", "transport-config", "transport-config-file")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessFlags:
+    """A command line, read: the texts of the documents, and the rest as values. An empty text stands for none."""
+
+    kind: str
+    transport_json: str
+    transport_file: str
+    """Where `transport_json` was read, to be watched."""
+    transport_is_queues: bool
+    """That file has the list of queues alone, as an old flag wants it."""
+    pools_json: str | None
+    merge_json: str | None
+    transform_json: str | None
+    watch_interval_s: float
+    concurrency: int
+    request_timeout_s: float
+    drain_timeout_s: float
+    gate_wait_timeout_s: float
+    backlog_poll_interval_s: float
+    statuses: StatusTable
+    prometheus_url: str
+    prometheus_cache_s: float
+    health_port: int
+    metrics_port: int
+    tls_ca_cert: str
+    tls_cert: str
+    tls_key: str
+    tls_skip_verify: bool
+    verbosity: int
+    notes: tuple[str, ...] = field(default_factory=tuple)
+    """What was left out, and which flags are old: one warning each."""
+
+
+def read_flags(given: Mapping[str, str], read_file: Callable[[str], str]) -> ProcessFlags:
+    """Make documents of the flags that were given, by their names; `read_file` raises OSError or ValueError.
+
+    Raises:
+        ConfigurationError: with every problem.
+    """
+    problems = [f"--{name}: is no flag; accepted: see --help" for name in given if name not in BY_NAME]
+    values = _Values(given, problems)
+    files = _Files(read_file, problems)
+    text, kind, file, queues_alone = _transport(values, files)
+    merge_file = _either(values, "request-merge-policy-config-file", "request-merge-policy-config")
+    if values.text("pool-config-file") and not _has_queue_list(values):
+        values.wrong("pool-config-file", "only with --transport-config, --transport-config-file or a list of queues")
+    if bool(values.text("tls-cert")) != bool(values.text("tls-key")):
+        problems.append("--tls-cert: is given without --tls-key, or the other way round; accepted: both, or none")
+    watch_s = values.seconds(
+        "transport-config-watch-interval"
+        if values.new_transport or "transport-config-watch-interval" in given
+        else "redis.ss.queues-config-watch-interval"
+    )
+    if watch_s and not file:
+        problems.append("--transport-config-watch-interval: is given without a file to watch; accepted: 0, or a file")
+    flags = ProcessFlags(
+        kind=kind,
+        transport_json=text,
+        transport_file=file,
+        transport_is_queues=queues_alone,
+        pools_json=files.text("pool-config-file", values.text("pool-config-file")),
+        merge_json=files.text("request-merge-policy-config-file", merge_file),
+        transform_json=files.text("transform-config-file", values.text("transform-config-file")),
+        watch_interval_s=watch_s,
+        concurrency=values.whole("concurrency", 1, MOST_WORKERS),
+        request_timeout_s=values.seconds("request-timeout", above=0.0),
+        drain_timeout_s=values.seconds("drain-timeout"),
+        gate_wait_timeout_s=values.seconds("gate-wait-timeout"),
+        backlog_poll_interval_s=values.seconds("metrics-backlog-poll-interval"),
+        statuses=_statuses(values.text("status-rules"), problems),
+        prometheus_url=values.text("prometheus-url"),
+        prometheus_cache_s=values.seconds("prometheus-cache-ttl"),
+        health_port=values.whole("health-port", 0, 65535),
+        metrics_port=values.whole("metrics-port", 0, 65535),
+        tls_ca_cert=values.text("tls-ca-cert"),
+        tls_cert=values.text("tls-cert"),
+        tls_key=values.text("tls-key"),
+        tls_skip_verify=values.switch("tls-insecure-skip-verify"),
+        verbosity=min(values.whole("v", -128, 1_000_000), 127),
+        notes=tuple(_notes(values)),
+    )
+    if problems:
+        raise ConfigurationError(tuple(dict.fromkeys(problems)))
+    return flags
+
+
+def documents_of(
+    flags: ProcessFlags, *, url: str | None = None, gate_problems: GateProblems | None = None
+) -> ProcessDocuments:
+    """The documents that the flags name. `url` is the broker's by the environment.
+
+    Raises:
+        ConfigurationError: with every problem of all documents.
+    """
+    return read_documents(
+        flags.kind,
+        flags.transport_json,
+        flags.pools_json,
+        flags.merge_json,
+        flags.transform_json,
+        url=url,
+        concurrency=flags.concurrency,
+        gate_problems=gate_problems,
+    )
+
+
+# ---------------------------------------------------------------- the transport
+
+
+def _transport(values: "_Values", files: "_Files") -> tuple[str, str, str, bool]:
+    """The document, the kind, the file that it was read from, and whether that has the queues alone."""
+    if values.new_transport:
+        return _new_transport(values, files)
+    kind = values.text("message-queue-impl")
+    if not any(values.given(flag.name) for flag in FLAGS if flag.instead):
+        values.problems.append(f"--transport: is missing; accepted: {', '.join(KINDS)}, and one of {_TRANSPORT}")
+        return "{}", KINDS[0], "", False
+    if kind != "redis-sortedset":
+        values.wrong("message-queue-impl", f"redis-sortedset; new: --transport with {', '.join(KINDS)}")
+    return _old_transport(values, files)
+
+
+def _new_transport(values: "_Values", files: "_Files") -> tuple[str, str, str, bool]:
+    kind, text, file = (values.text(name) for name in NEW_TRANSPORT)
+    if kind not in KINDS:
+        # llm-d-async takes redis-pubsub where nothing is said, whose queues are no queues of ours: better ask.
+        values.wrong("transport", ", ".join(KINDS))
+    if bool(text) == bool(file):
+        said = "both are given" if text else "neither is given"
+        values.problems.append(f"--transport-config, --transport-config-file: {said}; accepted: exactly one")
+    if file and not text:
+        return files.text("transport-config-file", file) or "{}", kind, file, False
+    return text or "{}", kind, "", False
+
+
+def _old_transport(values: "_Values", files: "_Files") -> tuple[str, str, str, bool]:
+    document: dict[str, object] = {
+        "url": values.text("redis.url"),
+        "result_queue_name": values.text("redis.ss.result-queue-name"),
+        "poll_interval_ms": values.text("redis.ss.poll-interval-ms"),
+        "batch_size": values.text("redis.ss.batch-size"),
+        "enable_tracing": values.switch("redis-tracing"),
+    }
+    inline, file = values.text("redis.ss.queues-config"), values.text("redis.ss.queues-config-file")
+    if inline:
+        document["queues"] = _json("redis.ss.queues-config", inline, values.problems)
+    elif file:
+        read = files.text("redis.ss.queues-config-file", file)
+        document["queues"] = _json("redis.ss.queues-config-file", read or "[]", values.problems)
+    else:
+        document["queues"] = [
+            {
+                "queue_name": values.text("redis.ss.request-queue-name"),
+                "igw_base_url": values.text("redis.ss.igw-base-url"),
+                "request_path_url": values.text("redis.ss.request-path-url"),
+                "inference_objective": values.text("redis.ss.inference-objective"),
+                "gate_type": values.text("redis.ss.gate-type"),
+                "gate_params": _json("redis.ss.gate-params", values.text("redis.ss.gate-params"), values.problems),
+            }
+        ]
+    watched = "" if inline else file
+    return json.dumps(document), "redis-sortedset", watched, bool(watched)
+
+
+def _has_queue_list(values: "_Values") -> bool:
+    names = NEW_TRANSPORT[1:] if values.new_transport else ("redis.ss.queues-config", "redis.ss.queues-config-file")
+    return any(values.text(name) for name in names)
+
+
+# ---------------------------------------------------------------- the rest
+
+
+def _statuses(text: str, problems: list[str]) -> StatusTable:
+    if not text:
+        return StatusTable()
+    settings = _json("status-rules", text, problems)
+    if not isinstance(settings, dict) or not all(isinstance(value, str) for value in settings.values()):
+        problems.append(f"--status-rules: is {shown(settings)}; accepted: an object of texts")
+        return StatusTable()
+    table, wrong = status_table(settings)
+    problems.extend(f"--status-rules: {problem}" for problem in wrong)
+    return table
+
+
+def _either(values: "_Values", new: str, old: str) -> str:
+    return values.text(new) or values.text(old)
+
+
+def _notes(values: "_Values") -> list[str]:
+    notes = []
+    for flag in FLAGS:
+        if not values.given(flag.name):
+            continue
+        if flag.unused:
+            notes.append(f"--{flag.name} is not used: {flag.unused}")
+        elif flag.instead and _left_out(flag, values):
+            notes.append(f"--{flag.name} is ignored, since newer flags are given; use {flag.instead}")
+        elif flag.instead:
+            notes.append(f"--{flag.name} is old; use {flag.instead}")
+    return notes
+
+
+def _left_out(flag: Flag, values: "_Values") -> bool:
+    if flag.name == "request-merge-policy-config":
+        return values.given("request-merge-policy-config-file")
+    return values.new_transport
+
+
+def _json(name: str, text: str, problems: list[str]) -> object:
+    try:
+        parsed: object = json.loads(text or "null")
+    except (ValueError, RecursionError) as exc:
+        problems.append(f"--{name}: is no JSON: {exc}")
+        return None
+    return parsed
+
+
+class _Files:
+    """Reads files, and notes those that cannot be read."""
+
+    def __init__(self, read_file: Callable[[str], str], problems: list[str]) -> None:
+        self._read_file = read_file
+        self._problems = problems
+
+    def text(self, name: str, path: str) -> str | None:
+        """None where no file is named."""
+        if not path:
+            return None
+        try:
+            return self._read_file(path)
+        except (OSError, ValueError) as exc:
+            self._problems.append(f"--{name}: the file {path} cannot be read: {exc}")
+            return "null"
+
+
+class _Values:
+    """The flags that were given, and the defaults of the others."""
+
+    def __init__(self, given: Mapping[str, str], problems: list[str]) -> None:
+        self._given = given
+        self.problems = problems
+        self.new_transport = any(name in given for name in NEW_TRANSPORT)
+
+    def given(self, name: str) -> bool:
+        return name in self._given
+
+    def text(self, name: str) -> str:
+        return self._given.get(name, BY_NAME[name].default)
+
+    def whole(self, name: str, least: int, most: int) -> int:
+        return self._read(name, lambda values, flag: values.whole(flag, at_least=least, at_most=most))
+
+    def seconds(self, name: str, above: float | None = None) -> float:
+        return self._read(name, lambda values, flag: values.seconds(flag, at_least=0.0, above=above))
+
+    def switch(self, name: str) -> bool:
+        return self._read(name, lambda values, flag: values.switch(flag))
+
+    def wrong(self, name: str, accepted: str) -> None:
+        self.problems.append(f"--{name}: is {shown(self.text(name))}; accepted: {accepted}")
+
+    def _read(self, name: str, read: Callable[[Parameters, str], T]) -> T:
+        found: list[str] = []
+        value = read(Parameters({f"--{name}": self.text(name)}, "", found), f"--{name}")
+        self.problems.extend(problem.removeprefix(".") for problem in found)
+        return value

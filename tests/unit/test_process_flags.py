@@ -1,0 +1,243 @@
+"""The command line of a process of many queues, with its old flags. Names end in the number of the peer's case."""
+
+import json
+
+import pytest
+
+from inference_worker.config.process_flags import BY_NAME, FLAGS, ProcessFlags, documents_of, read_flags
+from inference_worker.errors import ConfigurationError
+
+QUEUE = {"queue_name": "q1", "igw_base_url": "http://gateway:8000"}
+TRANSPORT = json.dumps({"url": "redis://r:6379", "queues": [QUEUE]})
+NEW = {"transport": "redis-sortedset", "transport-config": TRANSPORT}
+OLD = {
+    "message-queue-impl": "redis-sortedset",
+    "redis.url": "redis://old:6379",
+    "redis.ss.igw-base-url": "http://gateway:8000",
+}
+
+
+def read(given: dict[str, str], files: dict[str, str] | None = None) -> ProcessFlags:
+    def read_file(path: str) -> str:
+        if files is None or path not in files:
+            raise FileNotFoundError(path)
+        return files[path]
+
+    return read_flags(given, read_file)
+
+
+def problems(given: dict[str, str], files: dict[str, str] | None = None) -> tuple[str, ...]:
+    with pytest.raises(ConfigurationError) as caught:
+        read(given, files)
+    return caught.value.problems
+
+
+def test_the_defaults_are_the_peers() -> None:
+    flags = read(NEW)
+
+    assert (flags.concurrency, flags.request_timeout_s, flags.drain_timeout_s) == (64, 300.0, 120.0)
+    assert (flags.gate_wait_timeout_s, flags.backlog_poll_interval_s, flags.prometheus_cache_s) == (300.0, 15.0, 5.0)
+    assert (flags.health_port, flags.metrics_port, flags.verbosity, flags.watch_interval_s) == (8081, 9090, 2, 0.0)
+    assert (flags.pools_json, flags.merge_json, flags.transform_json, flags.notes) == (None, None, None, ())
+    assert documents_of(flags).transport.queues[0].queue_name == "q1"
+
+
+def test_each_flag_is_there_once_and_says_what_it_means() -> None:
+    assert len(BY_NAME) == len(FLAGS)
+    assert all(flag.meaning for flag in FLAGS)
+
+
+def test_documents_come_from_files() -> None:
+    given = {
+        "transport": "redis-sortedset",
+        "transport-config-file": "t.json",
+        "pool-config-file": "p.json",
+        "request-merge-policy-config-file": "m.json",
+        "transform-config-file": "x.json",
+        "transport-config-watch-interval": "10s",
+    }
+    files = {
+        "t.json": TRANSPORT,
+        "p.json": '[{"id": "default", "workers": 3}]',
+        "m.json": '{"type": "tier-priority"}',
+        "x.json": '{"requestTransforms": []}',
+    }
+
+    flags = read(given, files)
+
+    assert (flags.transport_file, flags.watch_interval_s, flags.transform_json) == ("t.json", 10.0, files["x.json"])
+    documents = documents_of(flags)
+    assert [pool.workers for pool in documents.pools] == [3]
+    assert documents.merge.type == "tier-priority"
+
+
+def test_the_concurrency_is_that_of_the_one_pool() -> None:
+    assert [pool.workers for pool in documents_of(read({**NEW, "concurrency": "7"})).pools] == [7]
+
+
+def test_old_flags_make_a_document_that_the_new_reader_takes_case_293() -> None:
+    flags = read(
+        {
+            **OLD,
+            "redis.ss.request-path-url": "/v1/chat/completions",
+            "redis.ss.inference-objective": "gold",
+            "redis.ss.request-queue-name": "mine",
+            "redis.ss.result-queue-name": "results",
+            "redis.ss.poll-interval-ms": "50",
+            "redis.ss.batch-size": "64",
+            "redis.ss.gate-type": "redis",
+            "redis.ss.gate-params": '{"address": "r:6379"}',
+            "redis-tracing": "true",
+        }
+    )
+
+    config = documents_of(flags).transport
+    only = config.queues[0]
+    assert (config.result_queue_name, config.poll_interval_s, config.batch_size) == ("results", 0.05, 64)
+    assert config.enable_tracing
+    assert (only.queue_name, only.request_path, only.objective) == ("mine", "/v1/chat/completions", "gold")
+    assert only.worker_pool_id == "default"
+    assert only.gate is not None
+    assert (only.gate.gate_type, only.gate.gate_params) == ("redis", {"address": "r:6379"})
+
+
+def test_old_flags_alone_have_the_old_defaults_case_293() -> None:
+    config = documents_of(read(OLD)).transport
+
+    assert (config.queues[0].queue_name, config.result_queue_name) == ("request-sortedset", "result-list")
+    assert (config.poll_interval_s, config.batch_size, config.queues[0].gate) == (1.0, 10, None)
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_an_old_list_of_queues_is_taken_inline_or_from_its_file_case_293(inline: bool) -> None:
+    text = json.dumps([QUEUE, {**QUEUE, "queue_name": "q2"}])
+    name = "redis.ss.queues-config" if inline else "redis.ss.queues-config-file"
+
+    flags = read({**OLD, name: text if inline else "q.json"}, {"q.json": text})
+
+    assert [queue.queue_name for queue in documents_of(flags).transport.queues] == ["q1", "q2"]
+    assert (flags.transport_file, flags.transport_is_queues) == (("", False) if inline else ("q.json", True))
+
+
+def test_the_old_url_may_come_from_the_environment() -> None:
+    old = {name: value for name, value in OLD.items() if name != "redis.url"}
+
+    url = documents_of(read(old), url="redis://env:1").transport.url
+
+    assert url is not None
+    assert url.now() == "redis://env:1"
+
+
+def test_new_flags_win_and_the_old_ones_are_said_to_be_ignored_case_294() -> None:
+    flags = read({**NEW, **OLD})
+
+    assert documents_of(flags).transport.queues[0].queue_name == "q1"
+    assert len(flags.notes) == len(OLD)
+    assert all("is ignored" in note for note in flags.notes)
+
+
+def test_old_flags_alone_are_said_to_be_old_and_new_ones_say_nothing_case_294() -> None:
+    assert all("is old; use" in note for note in read(OLD).notes)
+    assert len(read(OLD).notes) == len(OLD)
+    assert read(NEW).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("names", "used", "notes"),
+    [
+        pytest.param(("request-merge-policy-config-file",), "new", 0, id="new"),
+        pytest.param(("request-merge-policy-config",), "old", 1, id="old"),
+        pytest.param(("request-merge-policy-config", "request-merge-policy-config-file"), "new", 1, id="both"),
+    ],
+)
+def test_the_merge_policy_has_an_old_name_and_the_new_one_wins_case_296(
+    names: tuple[str, ...], used: str, notes: int
+) -> None:
+    paths = {"request-merge-policy-config-file": "new.json", "request-merge-policy-config": "old.json"}
+    files = {"new.json": '"new"', "old.json": '"old"'}
+
+    flags = read({**NEW, **{name: paths[name] for name in names}}, files)
+
+    assert flags.merge_json == f'"{used}"'
+    assert len(flags.notes) == notes
+    assert ("is ignored" in "".join(flags.notes)) == (len(names) == 2)
+
+
+def test_flags_of_what_is_not_here_are_taken_and_said_to_be_unused() -> None:
+    notes = read({**NEW, "zap-encoder": "json", "metrics-endpoint-auth": "false", "pubsub.project-id": "p"}).notes
+
+    assert len(notes) == 3
+    assert all("is not used: " in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        pytest.param({}, "--transport: is missing", id="nothing"),
+        pytest.param({"transport-config": TRANSPORT}, '--transport: is ""; accepted: redis-sortedset', id="no kind"),
+        pytest.param({**NEW, "transport": "redis-pubsub"}, '--transport: is "redis-pubsub"', id="a kind not here"),
+        pytest.param(
+            {"transport": "redis-sortedset"}, "--transport-config, --transport-config-file: neither", id="none"
+        ),
+        pytest.param(
+            {**NEW, "transport-config-file": "x"}, "--transport-config, --transport-config-file: both", id="both"
+        ),
+        pytest.param({**OLD, "message-queue-impl": "gcp-pubsub-gated"}, "--message-queue-impl: is", id="an old kind"),
+        pytest.param({"redis.url": "redis://r"}, '--message-queue-impl: is "redis-pubsub"', id="the old default"),
+        pytest.param({**NEW, "pool-config-file": "gone"}, "--pool-config-file: the file gone cannot", id="no file"),
+        pytest.param({**OLD, "pool-config-file": "p"}, "--pool-config-file: is", id="pools without a list of queues"),
+        pytest.param({**NEW, "concurrency": "0"}, "--concurrency: is", id="no workers"),
+        pytest.param({**NEW, "request-timeout": "5"}, '--request-timeout: is "5"', id="no unit"),
+        pytest.param({**NEW, "request-timeout": "0"}, "--request-timeout: is", id="no time"),
+        pytest.param({**NEW, "gate-wait-timeout": "-1s"}, "--gate-wait-timeout: is", id="less than no time"),
+        pytest.param({**NEW, "health-port": "70000"}, "--health-port: is", id="no port"),
+        pytest.param({**NEW, "tls-insecure-skip-verify": "maybe"}, "--tls-insecure-skip-verify: is", id="no switch"),
+        pytest.param({**NEW, "colour": "red"}, "--colour: is no flag", id="no flag"),
+        pytest.param(
+            {**NEW, "transport-config-watch-interval": "1s"}, "--transport-config-watch-interval: is", id="watch"
+        ),
+        pytest.param({**OLD, "redis.ss.gate-params": "{"}, "--redis.ss.gate-params: is no JSON", id="no parameters"),
+        pytest.param({**OLD, "redis.ss.queues-config": "["}, "--redis.ss.queues-config: is no JSON", id="no queues"),
+        pytest.param({**NEW, "status-rules": "{"}, "--status-rules: is no JSON", id="no rules"),
+        pytest.param({**NEW, "status-rules": "[1]"}, "--status-rules: is [1]", id="a list of rules"),
+        pytest.param({**NEW, "status-rules": '{"200": "retry"}'}, "--status-rules: 200 is no status", id="a success"),
+    ],
+)
+def test_what_is_wrong_is_said_by_the_flags_name(given: dict[str, str], said: str) -> None:
+    found = problems(given)
+
+    assert any(problem.startswith(said) for problem in found), found
+
+
+@pytest.mark.parametrize("name", ["tls-cert", "tls-key"])
+def test_a_certificate_needs_its_key_and_a_key_its_certificate_case_297(name: str) -> None:
+    assert problems({**NEW, name: "x.pem"}) == (
+        "--tls-cert: is given without --tls-key, or the other way round; accepted: both, or none",
+    )
+
+
+def test_tls_is_as_it_is_given_case_297() -> None:
+    flags = read({**NEW, "tls-ca-cert": "ca", "tls-cert": "c", "tls-key": "k", "tls-insecure-skip-verify": "true"})
+
+    assert (flags.tls_ca_cert, flags.tls_cert, flags.tls_key, flags.tls_skip_verify) == ("ca", "c", "k", True)
+
+
+def test_all_problems_come_at_once() -> None:
+    assert len(problems({**NEW, "concurrency": "x", "v": "loud", "nope": "1", "drain-timeout": "soon"})) == 4
+
+
+def test_the_rules_of_statuses_are_read() -> None:
+    statuses = read({**NEW, "status-rules": '{"404": "retry"}'}).statuses
+
+    assert (statuses.of(404).judgement, statuses.of(400).judgement) == ("retry", "final")
+
+
+@pytest.mark.parametrize(("given", "verbosity"), [("3", 3), ("127", 127), ("500", 127)])
+def test_a_verbosity_that_is_too_high_is_clamped_case_308(given: str, verbosity: int) -> None:
+    assert read({**NEW, "v": given}).verbosity == verbosity
+
+
+def test_pools_beside_an_old_list_of_queues_are_fine() -> None:
+    given = {**OLD, "redis.ss.queues-config": json.dumps([QUEUE]), "pool-config-file": "p"}
+
+    assert read(given, {"p": "[]"}).pools_json == "[]"
