@@ -3,12 +3,13 @@
 Pure: no clock, no chance, no I/O. Contract, section 5, is its test table.
 """
 
-from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final, Literal, NewType, assert_never
 
+from inference_worker.llmd_retry import UntilDeadline, delay_s
 from inference_worker.messages import DEAD_LETTERED, ErrorCode, KnownReply, Reply, Usage
+from inference_worker.retry_ladder import LADDER_S, rungs_below, rungs_up_to
 
 Token = NewType("Token", str)
 """128 random bits, drawn anew for every arrival of a message: who holds the claim."""
@@ -68,6 +69,8 @@ class Failed:
     """What is written if there are no retries left."""
     retry_after_s: float | None = None
     """What the model asked for."""
+    status_code: int | None = None
+    """The HTTP status, where there was a whole answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +98,16 @@ class Interrupted:
     """Set where a claim is ours to release."""
 
 
-Outcome = Answered | Superseded | Concluded | Failed | Malformed | NotStored | Interrupted
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotAdmitted:
+    """A gate did not let it in: no attempt, and no word on the request."""
+
+    reason: str
+    hold: Hold
+    """For the release that goes with a copy; nothing was claimed under it."""
+
+
+Outcome = Answered | Superseded | Concluded | Failed | Malformed | NotStored | Interrupted | NotAdmitted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +156,7 @@ Disposition = Ack | Nack | Republish | DeadLetter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How temporary failures are tried again."""
+    """How temporary failures are tried again: so many times, and then the message is dead-lettered."""
 
     max_retries: int
     first_delay_s: float = 0.0
@@ -152,7 +164,30 @@ class RetryPolicy:
     longest_delay_s: float = 30.0
 
 
-def decide(outcome: Outcome, attempts: int, policy: RetryPolicy, *, left_s: float, jitter: float) -> Disposition:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandBack:
+    """How a message goes back that a gate has not let in. It is never counted as an attempt."""
+
+    copy_after_s: float = 0.0
+    """Above 0: as a copy that becomes visible after half to all of it, for brokers that hand out at once again what was
+    given back, so that a closed gate would be asked in a circle. 0: the message itself."""
+
+
+AT_ONCE: Final = HandBack()
+
+Retries = RetryPolicy | UntilDeadline
+"""So many times, or until the deadline."""
+
+
+def decide(
+    outcome: Outcome,
+    attempts: int,
+    policy: Retries,
+    hand_back: HandBack = AT_ONCE,
+    *,
+    left_s: float,
+    jitter: float,
+) -> Disposition:
     """What becomes of a message.
 
     `attempts` lie behind it (0 for a first one), `left_s` seconds are left to its deadline, `jitter` is in [0, 1).
@@ -174,19 +209,42 @@ def decide(outcome: Outcome, attempts: int, policy: RetryPolicy, *, left_s: floa
             if reply.error_code in DEAD_LETTERED:
                 return _dead_letter(reply, hold)
             return Ack(reply=reply, usage_event=usage_event, claim=hold)
-        case Failed(hold=hold, reply=reply, retry_after_s=retry_after_s):
-            if attempts >= policy.max_retries:
-                return _dead_letter(reply, hold)
-            delay_s = retry_delay_s(attempts + 1, policy, retry_after_s, left_s=left_s, jitter=jitter)
-            return Republish(delay_s=delay_s, attempts=attempts + 1, left_s=left_s, claim=hold)
+        case Failed():
+            return _again(outcome, attempts, policy, left_s=left_s, jitter=jitter)
         case Malformed(reason=reason, reply=answer):
             return DeadLetter(
                 reason="invalid_request", detail=reason, attempts=attempts, status_code=400, reply=answer, claim=None
             )
         case NotStored(hold=hold) | Interrupted(hold=hold):
             return Nack(claim=hold)
+        case NotAdmitted(hold=hold):
+            wait_s = _jittered_s(min(hand_back.copy_after_s, left_s), jitter)
+            # Too late for a copy, it goes back to be answered; there is no circle, as its time is over.
+            return Republish(delay_s=wait_s, attempts=attempts, left_s=left_s, claim=hold) if wait_s > 0 else Nack()
         case _:
             assert_never(outcome)
+
+
+def _again(failed: Failed, attempts: int, policy: Retries, *, left_s: float, jitter: float) -> Disposition:
+    match policy:
+        case RetryPolicy(max_retries=max_retries):
+            if attempts >= max_retries:
+                return _dead_letter(failed.reply, failed.hold)
+            wait_s = retry_delay_s(attempts + 1, policy, failed.retry_after_s, left_s=left_s, jitter=jitter)
+        case UntilDeadline():
+            if left_s <= 0:
+                return Ack(reply=_last_reply(failed), claim=failed.hold)
+            wait_s = delay_s(attempts, policy, left_s=left_s, retry_after_s=failed.retry_after_s, jitter=jitter)
+        case _:
+            assert_never(policy)
+    return Republish(delay_s=wait_s, attempts=attempts + 1, left_s=left_s, claim=failed.hold)
+
+
+def _last_reply(failed: Failed) -> Reply:
+    """What a request ends with whose time is over: the model's last answer, else that its time is over."""
+    if failed.status_code is not None:
+        return replace(failed.reply, status_code=failed.status_code, error_code="model_error")
+    return replace(failed.reply, status_code=408, error_code="deadline_exceeded")
 
 
 def _dead_letter(reply: Reply, hold: Hold) -> DeadLetter:
@@ -200,13 +258,6 @@ def _dead_letter(reply: Reply, hold: Hold) -> DeadLetter:
     )
 
 
-LADDER_S: Final[tuple[float, ...]] = tuple(round(0.01 * 2 ** (step / 4), 3) for step in range(4 * 28))
-"""The delays that exist, 10 ms to 26 days, four to the octave.
-
-A broker needs one waiting queue for each distinct delay, so there is a fixed set of them.
-"""
-
-
 def retry_delay_s(
     tried: int, policy: RetryPolicy, retry_after_s: float | None, *, left_s: float, jitter: float
 ) -> float:
@@ -218,20 +269,19 @@ def retry_delay_s(
     A model's Retry-After is a floor under it, cut to half of what is left, so that one more try fits in.
     """
     whole = min(policy.longest_delay_s, policy.first_delay_s * 2 ** min(tried - 1, 60), max(left_s, 0.0))
-    low, high = bisect_left(LADDER_S, whole / 2), _rungs_up_to(whole)
-    delay_s = LADDER_S[low + int(jitter * (high - low))] if high > low else 0.0
-    if retry_after_s is not None and retry_after_s > delay_s:
+    wait_s = _jittered_s(whole, jitter)
+    if retry_after_s is not None and retry_after_s > wait_s:
         asked = min(retry_after_s, max(left_s, 0.0) / 2)
-        above = bisect_left(LADDER_S, asked)
+        above = rungs_below(asked)
         within = above < len(LADDER_S) and LADDER_S[above] <= left_s
-        delay_s = LADDER_S[above] if within and asked > 0 else delay_s
-    return delay_s
+        wait_s = LADDER_S[above] if within and asked > 0 else wait_s
+    return wait_s
 
 
-def _rungs_up_to(seconds: float) -> int:
-    """How many rungs are at most `seconds` long."""
-    above = bisect_left(LADDER_S, seconds)
-    return above + 1 if above < len(LADDER_S) and LADDER_S[above] == seconds else above
+def _jittered_s(whole: float, jitter: float) -> float:
+    """A rung between half of `whole` and all of it; 0 where there is none."""
+    low, high = rungs_below(whole / 2), rungs_up_to(whole)
+    return LADDER_S[low + int(jitter * (high - low))] if high > low else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ class EchoModel:
         request_id: str,
         timeout_s: float,
         headers: Mapping[str, str] = NO_HEADERS,
+        base_url: str | None = None,
     ) -> Answer:
         """See `ports.ModelClient`. Any number of calls at once."""
         loop = asyncio.get_running_loop()

@@ -15,6 +15,7 @@ import structlog
 
 from inference_worker.breaker import Breaker
 from inference_worker.disposition import (
+    AT_ONCE,
     Answered,
     Busy,
     Concluded,
@@ -22,13 +23,16 @@ from inference_worker.disposition import (
     DeliveryLost,
     Disposition,
     Failed,
+    HandBack,
+    Interrupted,
     Known,
     Malformed,
     Nack,
+    NotAdmitted,
     NotStored,
     Outcome,
     Republish,
-    RetryPolicy,
+    Retries,
     Settled,
     StoreSilent,
     decide,
@@ -75,7 +79,7 @@ class Listener:
         store: ResultStore,
         store_health: Health,
         warm: Warm,
-        policy: RetryPolicy,
+        policy: Retries,
         breaker: Breaker,
         metrics: WorkerMetrics,
         buffer: MetricsBuffer,
@@ -86,6 +90,7 @@ class Listener:
         grace_s: float,
         store_patience_s: float,
         tracer: Tracer = PASSING_ON,
+        hand_back: HandBack = AT_ONCE,
     ) -> None:
         self._connect = connect
         self._processor = processor
@@ -93,6 +98,7 @@ class Listener:
         self._store_health = store_health
         self._warm = warm
         self._policy = policy
+        self._hand_back = hand_back
         self.breaker = breaker
         self._metrics = metrics
         self._notes = Notes(metrics, buffer, now)
@@ -406,7 +412,9 @@ class Listener:
 
     def _decide(self, job: Job, outcome: Outcome) -> Disposition:
         left_s = job.request.deadline - self._now() if job.request is not None else 0.0
-        return decide(outcome, job.delivery.attempts, self._policy, left_s=left_s, jitter=self._rng.random())
+        return decide(
+            outcome, job.delivery.attempts, self._policy, self._hand_back, left_s=left_s, jitter=self._rng.random()
+        )
 
     async def _keep(
         self, transport: Transport, job: Job, outcome: Outcome, disposition: Disposition
@@ -505,7 +513,9 @@ class Listener:
 
 
 def _without_retries(outcome: Outcome, reason: str) -> Outcome:
-    """A failure that would be tried again, if only a copy could be placed."""
+    """A failure that would be tried again, if only a copy could be placed; what only waits goes back as it is."""
+    if isinstance(outcome, NotAdmitted):
+        return Interrupted(reason=f"{outcome.reason}; no copy can be placed: {reason}")
     assert isinstance(outcome, Failed)
     reply = replace(outcome.reply, error=f"{outcome.reply.error}; it cannot be tried again: {reason}")
     return Concluded(reply=reply, hold=outcome.hold)
@@ -513,4 +523,4 @@ def _without_retries(outcome: Outcome, reason: str) -> Outcome:
 
 def _size_of(outcome: Outcome) -> int:
     """How many bytes of an answer wait to be stored: as it came, inside the result, and inside the command for it."""
-    return 3 * len(outcome.reply.result or b"") if isinstance(outcome, Concluded) else 0
+    return 3 * len(outcome.reply.result or outcome.reply.answer or b"") if isinstance(outcome, Concluded) else 0

@@ -1,17 +1,16 @@
-"""When a failed call is tried again, and what a request ends with: until its deadline, however often. Pure.
+"""How long a failed call waits that is tried until its deadline, however often; and what a status means then. Pure.
 
 The rule of llm-d-async: exponential steps with equal jitter, `Retry-After` as a floor that leaves time for another try,
-no bound on attempts. Beside it stands `disposition.decide`, whose rule bounds the attempts and ends in dead letters.
+no bound on attempts. `disposition.decide` makes a disposition of it, as of the rule that bounds the attempts.
 What differs from theirs: a redirect is no success, 408 and 425 are tried again, and so is a call that took too long
 while its request still has time; each status can be set otherwise.
 """
 
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from inference_worker.disposition import LADDER_S, Ack, Failed, Republish
+from inference_worker.retry_ladder import LADDER_S, rungs_below
 
 FIRST_STEP_S: Final = 2.0
 LONGEST_STEP_S: Final = 60.0
@@ -59,6 +58,10 @@ class StatusTable:
         """The rule for one status."""
         return self.statuses.get(status_code) or self.classes.get(status_code // 100, FINAL)
 
+    def judged(self, judgement: Judgement) -> frozenset[int]:
+        """The statuses from 300 to 599 that are judged so, as the processor wants them."""
+        return frozenset(code for code in range(300, 600) if self.of(code).judgement == judgement)
+
 
 def status_table(settings: Mapping[str, str]) -> tuple[StatusTable, tuple[str, ...]]:
     """The table with `settings` in it, such as {"404": "retry", "5xx": "final"}; and what is wrong with them.
@@ -88,7 +91,7 @@ class UntilDeadline:
     first_step_s: float = FIRST_STEP_S
     longest_step_s: float = LONGEST_STEP_S
     on_ladder: bool = False
-    """Only delays of `disposition.LADDER_S`, for a broker that needs a waiting queue for each distinct one."""
+    """Only delays of `retry_ladder.LADDER_S`, for a broker that needs a waiting queue for each distinct one."""
 
 
 def backoff_s(retry_count: int, policy: UntilDeadline, *, left_s: float, jitter: float) -> float:
@@ -123,28 +126,6 @@ def delay_s(
     return _rung(delay, left_s) if policy.on_ladder else delay
 
 
-def again(
-    failed: Failed,
-    retry_count: int,
-    policy: UntilDeadline,
-    *,
-    left_s: float,
-    jitter: float,
-    spread: float | None = None,
-) -> Republish | Ack:
-    """What becomes of a request whose call failed in a way that may pass.
-
-    At its deadline it ends with the reply that `failed` holds: the last HTTP answer where there was one. No attempt is
-    one too many, and none ends among the dead letters.
-    """
-    if left_s <= 0:
-        return Ack(reply=failed.reply, claim=failed.hold)
-    wait_s = delay_s(
-        retry_count, policy, left_s=left_s, retry_after_s=failed.retry_after_s, jitter=jitter, spread=spread
-    )
-    return Republish(delay_s=wait_s, attempts=retry_count + 1, left_s=left_s, claim=failed.hold)
-
-
 def failure_text(message: str, reason: str | None, cause: str | None) -> str:
     """What failed, the gateway's own reason for dropping it in brackets, and what lies behind it."""
     text = f"{message} [{reason}]" if reason else message
@@ -153,7 +134,7 @@ def failure_text(message: str, reason: str | None, cause: str | None) -> str:
 
 def _rung(delay: float, left_s: float) -> float:
     """The next longer delay that exists, unless the deadline stands before it."""
-    above = bisect_left(LADDER_S, delay)
+    above = rungs_below(delay)
     if above < len(LADDER_S) and LADDER_S[above] <= left_s:
         return LADDER_S[above]
     return LADDER_S[above - 1] if above else 0.0

@@ -1,4 +1,4 @@
-"""From a delivery to an outcome: decode, join, deadline, slot, claim, model.
+"""From a delivery to an outcome: decode, join, deadline, slot, gate, claim, model.
 
 The steps are those of `docs/design/delivery.md`, section 3. What becomes of the message is not decided here
 (`disposition.py`), nor carried out (the transport); a `Job` is what one delivery holds meanwhile.
@@ -7,11 +7,12 @@ The steps are those of `docs/design/delivery.md`, section 3. What becomes of the
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, TypeVar, assert_never
 
 import structlog
 
+from inference_worker.addressing import Addressing
 from inference_worker.disposition import (
     Answered,
     Concluded,
@@ -20,6 +21,7 @@ from inference_worker.disposition import (
     Hold,
     Interrupted,
     Malformed,
+    NotAdmitted,
     NotStored,
     Outcome,
     Superseded,
@@ -27,36 +29,49 @@ from inference_worker.disposition import (
 )
 from inference_worker.errors import (
     BadResponse,
+    GateFailed,
     MalformedRequest,
     ModelCut,
     ModelFailure,
     ModelSlow,
     StoreUnavailable,
 )
+from inference_worker.gates.endings import GATE_FAILED, ending
+from inference_worker.gates.feedback import REASON_HEADER
+from inference_worker.llmd_retry import failure_text
 from inference_worker.messages import (
     ErrorCode,
     InferenceRequest,
+    KnownReply,
     Reply,
     Timings,
     Usage,
     answer_of,
     decode,
     error_text,
+    known_reply,
 )
 from inference_worker.metrics import WorkerMetrics
+from inference_worker.pool_gate import Permits, PoolGate, Question
 from inference_worker.ports import (
+    Admitted,
     AlreadyAnswered,
     Answer,
+    Asked,
     BelowFloor,
     Claimed,
     ClaimLost,
     Delivery,
+    Dropped,
     Health,
     ModelClient,
+    Parked,
     Renewed,
     ResultStore,
     RunningElsewhere,
     Span,
+    TurnedAway,
+    Verdict,
 )
 from inference_worker.settling import release
 from inference_worker.timing import first_of, stopped_within
@@ -73,6 +88,8 @@ LOOK_S: Final = 1.0
 
 HEALTH_LOOK_S: Final = 5.0
 """How long a failed call waits for a look at the model's health before its copy is published."""
+
+ADDRESSING: Final = Addressing()
 
 
 class UsageEvent(Protocol):
@@ -94,6 +111,10 @@ class Job:
     """The job's own task, while it calls the model."""
     ended_call_because: AlreadyAnswered | ClaimLost | Interrupted | None = None
     has_slot: bool = False
+    permits: Permits | None = None
+    """What it has taken of the pool's gate."""
+    at_gate: asyncio.Event | None = None
+    """While it waits there: set by who has heard that its request may be cancelled."""
     suspect: bool = False
     """Whether a worker has died while running this request."""
     registered: bool = False
@@ -132,7 +153,11 @@ class MessageProcessor:
         lease_s: float,
         max_crashes: int,
         store_patience_s: float,
+        addressing: Addressing = ADDRESSING,
+        answer_statuses: frozenset[int] = frozenset(),
+        gate: PoolGate | None = None,
     ) -> None:
+        """`addressing` is for deliveries that have a route. `answer_statuses` are taken as 2xx are."""
         self._store = store
         self._model = model
         self._model_health = model_health
@@ -149,6 +174,9 @@ class MessageProcessor:
         self._lease_s = lease_s
         self._max_crashes = max_crashes
         self._store_patience_s = store_patience_s
+        self._addressing = addressing
+        self._answer_statuses = answer_statuses
+        self._gate = gate
         self._slots = self._free_slots = slots
         self._slot_freed = asyncio.Event()
         self._jobs: dict[str, Job] = {}
@@ -170,11 +198,15 @@ class MessageProcessor:
         """Bring a delivery to an outcome. Ends early once the delivery is lost before its call, or on `stop`."""
         job.hold = None  # One that was lost on an earlier round must not be renewed while this one waits.
         try:
-            request = job.request or decode(
-                job.delivery.body,
-                message_id=job.delivery.message_id,
-                infer_path=self._infer_path,
-                now=self._now(),
+            request = (
+                job.request
+                or job.delivery.request
+                or decode(
+                    job.delivery.body,
+                    message_id=job.delivery.message_id,
+                    infer_path=self._infer_path if job.delivery.route is None else job.delivery.route.path,
+                    now=self._now(),
+                )
             )
         except MalformedRequest as exc:
             return Malformed(reason=exc.reason, reply=self._invalid(exc, job))
@@ -188,13 +220,18 @@ class MessageProcessor:
             if (early := await self._join(job, request)) is not None:
                 return early
             if self._now() >= request.deadline:
-                hold = Hold(request.request_id, self._new_token())
-                return Concluded(reply=self._failure(job, 408, "expired", EXPIRED), hold=hold)
+                return self._without_claim(job, request, 408, "expired", EXPIRED)
             if (early := await self._stand_back(job)) is not None:
                 return early
             if (early := await self._take_slot(job)) is not None:
                 return early
-            outcome = await self._claim_and_call(job, request)
+            if self._gate is not None and (early := await self._pass_gate(job, request, self._gate)) is not None:
+                return early
+            try:
+                outcome = await self._claim_and_call(job, request)
+            finally:
+                if job.permits is not None:
+                    await job.permits.over()
             if isinstance(outcome, RunningElsewhere):
                 self._give_slot(job)
                 self._let_other_suspects_run(job)
@@ -242,7 +279,9 @@ class MessageProcessor:
 
             def told(request_id: str) -> None:
                 job = self._jobs.get(request_id)
-                if job is not None and job.hold is not None and request_id not in looking:
+                if job is not None and job.at_gate is not None:
+                    job.at_gate.set()
+                elif job is not None and job.hold is not None and request_id not in looking:
                     looking.add(request_id)
                     group.create_task(look(job, job.hold))
 
@@ -282,6 +321,82 @@ class MessageProcessor:
             job.has_slot = False
             self._free_slots += 1
             self._slot_freed.set()
+
+    async def _pass_gate(self, job: Job, request: InferenceRequest, gate: PoolGate) -> Outcome | None:
+        """Wait for the pool's gate, with a slot and without a claim. None: it is let in."""
+        left_s = request.deadline - self._now()
+        if left_s <= 0:
+            return self._without_claim(job, request, 408, "expired", EXPIRED)
+        asked = Asked(
+            request_id=request.request_id,
+            metadata=request.metadata,
+            labels=job.delivery.labels,
+            deadline=request.deadline,
+            tenant=request.tenant,
+            payload=request.payload,
+        )
+        job.at_gate = asyncio.Event()
+        try:
+            async with gate.asking(asked, left_s) as question:
+                if (early := await self._wait_at_gate(job, request, question, job.at_gate)) is not None:
+                    return early
+                # Once the time is over the question is withdrawn, though its gate may be about to answer.
+                verdict = Parked(within_s=0.0) if question.pending else question.verdict()
+        except GateFailed as exc:
+            text = f"the gate of the pool could not be asked: {exc}"
+            return self._without_claim(job, request, GATE_FAILED, "gate_error", text)
+        finally:
+            job.at_gate = None
+        return self._heard(job, request, verdict, gate)
+
+    async def _wait_at_gate(
+        self, job: Job, request: InferenceRequest, question: Question, doubted: asyncio.Event
+    ) -> Outcome | None:
+        """Until there is a verdict, or time is over. An outcome where it may not wait, or need not."""
+        while question.pending and question.left_s > 0:
+            doubted.clear()
+            await first_of(question.answered, doubted, job.delivery.lost, self._stopping, within_s=question.left_s)
+            if job.delivery.lost.is_set():
+                return Interrupted(reason="the delivery was lost at the gate")
+            if self._stopping.is_set():
+                return Interrupted(reason="told to stop before it was let in")
+            if doubted.is_set() and (known := await self._stored(request)) is not None:
+                return Answered(reply=known)
+        return None
+
+    def _heard(self, job: Job, request: InferenceRequest, verdict: Verdict, gate: PoolGate) -> Outcome | None:
+        match verdict:
+            case Admitted(permits=permits):
+                job.permits = Permits(permits)
+                return None
+            case Dropped():
+                return self._without_claim(job, request, *ending(verdict))
+            case Parked() if self._now() >= request.deadline:
+                text = "the deadline passed while it waited at the gate of the pool"
+                return self._without_claim(job, request, 408, "expired", text)
+            case Parked():
+                reason = f"waited {gate.wait_s:g} s at the gate of the pool"
+            case TurnedAway(because=because):
+                reason = f"turned away at the gate of the pool: {because}"
+            case _:
+                assert_never(verdict)
+        return NotAdmitted(reason=reason, hold=Hold(request.request_id, self._new_token()))
+
+    def _without_claim(
+        self, job: Job, request: InferenceRequest, status_code: int, code: ErrorCode, text: str
+    ) -> Concluded:
+        """It ends here: storing that needs no claim, unless somebody else has one."""
+        hold = Hold(request.request_id, self._new_token())
+        return Concluded(reply=self._failure(job, status_code, code, text), hold=hold)
+
+    async def _stored(self, request: InferenceRequest) -> KnownReply | None:
+        """The result that is there already; None also where the store does not say."""
+        try:
+            stored = await self._store.read(request.request_id)
+        except StoreUnavailable as exc:
+            self._store_health.report(False, str(exc))
+            return None
+        return None if stored is None else known_reply(stored)
 
     async def _claim_and_call(self, job: Job, request: InferenceRequest) -> Outcome | RunningElsewhere | None:
         """Claim, then call. None: the claim went to another on the way; begin again."""
@@ -362,6 +477,8 @@ class MessageProcessor:
             return Concluded(reply=self._failure(job, 408, "expired", EXPIRED), hold=hold)
         loop = asyncio.get_running_loop()
         asked_at = loop.time()
+        if job.permits is not None:
+            job.permits.sent(asked_at)
         with job.span.calling(request) as call:
             answer = await self._answer(job, request, timeout_s, call.headers)
             model_s = loop.time() - asked_at  # The wall clock may be set meanwhile.
@@ -369,6 +486,8 @@ class MessageProcessor:
             timings = Timings(queue_s=queue_s, model_s=model_s)
             outcome = self._judge(job, request, answer, hold, timings) if isinstance(answer, Answer) else None
             call.ended(answer, outcome)
+        if job.permits is not None:
+            await job.permits.answered(answer, outcome)
         # The call is what a slot is for: storing its answer need not keep the next one from the model.
         self._give_slot(job)
         if outcome is not None:
@@ -398,15 +517,19 @@ class MessageProcessor:
         self, job: Job, request: InferenceRequest, timeout_s: float, headers: Mapping[str, str]
     ) -> Answer | ModelFailure | None:
         """What the model says. None: the call was closed from outside."""
+        address = self._addressing.of(job.delivery, request, headers)
+        if address.skipped:
+            log.debug("headers_not_sent", request_id=request.request_id, names=address.skipped)
         job.ended_call_because, job.calling = None, asyncio.current_task()
         try:
             return await self._model.infer(
-                endpoint=request.endpoint,
+                endpoint=address.endpoint,
                 payload=request.payload,
                 stream=request.stream,
                 request_id=request.request_id,
                 timeout_s=timeout_s,
-                headers=headers,
+                headers=address.headers,
+                base_url=address.base_url,
             )
         except ModelFailure as exc:
             return exc
@@ -434,9 +557,9 @@ class MessageProcessor:
         status = answer.status_code
         timings = Timings(queue_s=timings.queue_s, model_s=timings.model_s, ttft_s=answer.ttft_s, tbt_s=answer.tbt_s)
         if status in self._retry_statuses:
-            text = error_text(answer.body, answer.reason)
-            return self._failed(job, Fault.STATUS, f"{status}: {text}", hold, timings, answer.retry_after_s)
-        if 200 <= status < 300:
+            text = failure_text(error_text(answer.body, answer.reason), answer.headers.get(REASON_HEADER), None)
+            return self._failed(job, Fault.STATUS, f"{status}: {text}", hold, timings, answer)
+        if 200 <= status < 300 or status in self._answer_statuses:
             is_json, usage = answer_of(answer.body) if answer.body else (True, None)
             if not is_json:
                 text = f"the model answered {status} with a body that is not JSON ({len(answer.body)} bytes)"
@@ -446,8 +569,9 @@ class MessageProcessor:
             event = self._usage_event(request, reply, usage) if usage is not None else None
             return Concluded(reply=reply, usage=usage, usage_event=event, hold=hold)
         if status >= 400:
-            text = error_text(answer.body, answer.reason)
-            return Concluded(reply=self._failure(job, status, "model_error", text, timings), hold=hold)
+            text = failure_text(error_text(answer.body, answer.reason), answer.headers.get(REASON_HEADER), None)
+            reply = self._failure(job, status, "model_error", text, timings)
+            return Concluded(reply=_handing_on(job, reply, answer), hold=hold)
         text = f"the model answered {status} {answer.reason}, which is no answer"
         return Concluded(reply=self._failure(job, 502, "bad_response", text, timings), hold=hold)
 
@@ -512,11 +636,20 @@ class MessageProcessor:
         detail: str,
         hold: Hold,
         timings: Timings,
-        retry_after_s: float | None = None,
+        answer: Answer | None = None,
     ) -> Failed:
         text = f"{fault.value}, {job.delivery.attempts + 1} times tried: {detail}"
         reply = self._failure(job, 500, "retries_exhausted", text, timings)
-        return Failed(fault=fault, detail=detail, hold=hold, reply=reply, retry_after_s=retry_after_s)
+        if answer is None:
+            return Failed(fault=fault, detail=detail, hold=hold, reply=reply)
+        return Failed(
+            fault=fault,
+            detail=detail,
+            hold=hold,
+            reply=_handing_on(job, reply, answer),
+            retry_after_s=answer.retry_after_s,
+            status_code=answer.status_code,
+        )
 
     def _failure(self, job: Job, status_code: int, code: ErrorCode, text: str, timings: Timings | None = None) -> Reply:
         return self._reply(job, status_code, timings or Timings(), error=text, error_code=code)
@@ -559,6 +692,11 @@ class MessageProcessor:
             error=exc.reason,
             error_code="invalid_request",
         )
+
+
+def _handing_on(job: Job, reply: Reply, answer: Answer) -> Reply:
+    """A failed reply, with the answer itself where the message's format hands it on; ours does not."""
+    return reply if job.delivery.request is None else replace(reply, answer=answer.body)
 
 
 EXPIRED: Final = "the deadline had passed before a worker could begin"

@@ -20,6 +20,7 @@ from aiohttp.abc import AbstractStreamWriter
 from inference_worker.errors import BadResponse, ModelCut, ModelFailure, ModelGone, ModelSlow
 from inference_worker.event_stream import EventParser, Reassembly, choices_asked
 from inference_worker.ports import NO_HEADERS, Answer
+from inference_worker.stamping import overlaid
 from inference_worker.timing import ByteBudget, quietly
 
 KEEP_ALIVE_S: Final = 2.0
@@ -32,6 +33,9 @@ WARM_S: Final = 5.0
 LAST_CHUNK_S: Final = 0.1
 LONGEST_HEADER_ID: Final = 200
 _VISIBLE: Final = re.compile("[!-~]*")
+KEPT_HEADERS: Final = ("x-llm-d-request-dropped-reason", "x-llm-d-flow-band-headroom", "x-llm-d-flow-queue-duration-ms")
+"""What gates learn from and results repeat; each is given on up to `LONGEST_KEPT_HEADER` characters."""
+LONGEST_KEPT_HEADER: Final = 200
 MOST_UNSENT: Final = 3
 """How often one call may find its pooled connection closed before anything was sent."""
 
@@ -91,8 +95,11 @@ class HttpModelClient:
         request_id: str,
         timeout_s: float,
         headers: Mapping[str, str] = NO_HEADERS,
+        base_url: str | None = None,
     ) -> Answer:
-        """Send a payload, with `headers` besides our own, and wait for the whole answer.
+        """Send a payload, with `headers` besides our own, and wait for the whole answer. `base_url` is not looked at.
+
+        Of our own only the content type gives way to one in `headers`.
 
         Raises:
             ModelGone, ModelCut, ModelSlow, BadResponse: see `errors.py`.
@@ -100,7 +107,8 @@ class HttpModelClient:
         call = _Call(self._budget, self._max_response_bytes)
         try:
             async with asyncio.timeout(timeout_s):
-                headers = {**headers, **self._headers(request_id, stream)}
+                headers = overlaid({"Content-Type": "application/json"}, headers)
+                headers = overlaid(headers, self._headers(request_id, stream))
                 return await self._answered(call, endpoint, payload, stream, headers)
         except TimeoutError as exc:
             raise ModelSlow(f"no whole answer within {timeout_s:g} s") from exc
@@ -149,7 +157,7 @@ class HttpModelClient:
         raise AssertionError("the last try returns or raises")
 
     def _headers(self, request_id: str, stream: bool) -> dict[str, str]:
-        headers = {"Content-Type": "application/json"}
+        headers: dict[str, str] = {}
         if len(request_id) <= LONGEST_HEADER_ID and _visible(request_id):
             headers["X-Request-Id"] = request_id
         key = (self._api_key() or "").strip()
@@ -176,6 +184,7 @@ class HttpModelClient:
             ttft_s=_seconds(response.headers.get(self._ttft_header)),
             tbt_s=_seconds(response.headers.get(self._tbt_header)),
             retry_after_s=retry_after_s(response.headers.get("Retry-After"), self._now()),
+            headers=_kept(response.headers),
         )
 
     async def _read_stream(
@@ -201,6 +210,7 @@ class HttpModelClient:
             ttft_s=whole.first_token_at - begun_at if whole.first_token_at is not None else None,
             tbt_s=whole.tbt_s,
             usage=whole.usage,
+            headers=_kept(response.headers),
         )
 
 
@@ -297,6 +307,11 @@ def _failure(exc: Exception, call: _Call) -> ModelFailure:
 def _readable(text: str) -> str:
     """What an HTTP head says, fit to be stored: bytes that are not UTF-8 come as half characters, which are no text."""
     return text.encode(errors="surrogateescape").decode(errors="replace")
+
+
+def _kept(headers: Mapping[str, str]) -> Mapping[str, str]:
+    kept = {name: _readable(headers[name])[:LONGEST_KEPT_HEADER] for name in KEPT_HEADERS if name in headers}
+    return kept or NO_HEADERS
 
 
 def _visible(text: str) -> bool:

@@ -421,6 +421,8 @@ class Answer:
     retry_after_s: float | None = None
     usage: Usage | None = None
     """Set where the body does not carry it."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """What gates and results need of its headers, by lower-case names: a few, and short."""
 
 
 class ModelClient(Protocol):
@@ -435,8 +437,11 @@ class ModelClient(Protocol):
         request_id: str,
         timeout_s: float,
         headers: Mapping[str, str] = NO_HEADERS,
+        base_url: str | None = None,
     ) -> Answer:
         """Send a payload, with `headers` besides those that every call has, and wait for the whole answer.
+
+        `base_url` says to which of several gateways (that of the delivery's `Route`); who has one model ignores it.
 
         Raises:
             ModelGone, ModelCut, ModelSlow, BadResponse: see `errors.py`.

@@ -14,6 +14,7 @@ from inference_worker.disposition import (
     Failed,
     Interrupted,
     Malformed,
+    NotAdmitted,
     Outcome,
 )
 from inference_worker.message_processor import Job
@@ -125,7 +126,7 @@ def _why(outcome: Outcome) -> str | None:
     match outcome:
         case Failed(fault=fault, detail=detail):
             return f"{fault.value}: {detail}"[:300]
-        case Malformed(reason=reason) | Interrupted(reason=reason):
+        case Malformed(reason=reason) | Interrupted(reason=reason) | NotAdmitted(reason=reason):
             return reason[:300]
         case Concluded(reply=reply):
             return reply.error[:300] if reply.error is not None and reply.error_code != "model_error" else None

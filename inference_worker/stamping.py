@@ -109,6 +109,12 @@ def _fairness_id(identity: str) -> str:
     return identity
 
 
+def overlaid(headers: Mapping[str, str], ours: Mapping[str, str]) -> dict[str, str]:
+    """`headers`, with `ours` in place of those of the same name in any letter case."""
+    names = {name.lower() for name in ours}
+    return {name: value for name, value in headers.items() if name.lower() not in names} | dict(ours)
+
+
 def legal_name(name: str) -> bool:
     """Whether HTTP can have a header of this name."""
     return _NAME.fullmatch(name) is not None

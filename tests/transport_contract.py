@@ -187,6 +187,20 @@ class TransportContract:
             assert await harness.store.claim("a", 0, Token("u"), time.time() + 600) == BelowFloor()
             await nothing_comes(transport)
 
+    async def test_what_was_not_tried_comes_again_uncounted_and_unclaimed(self, harness: Harness) -> None:
+        """Before a closed gate nothing is claimed; the copy is of the same attempt."""
+        await harness.publish(request("a"), message_id="m-1")
+        async with harness.connect() as transport, transport.consuming(2):
+            delivery = await take(transport)
+            unclaimed = Hold("a", Token("never claimed"))
+            settled = await transport.settle(delivery, Republish(delay_s=0.02, attempts=0, left_s=60, claim=unclaimed))
+            assert settled == Settled(how="retry")
+            copy = await take(transport)
+
+            assert (copy.body, copy.attempts, copy.message_id) == (delivery.body, 0, "m-1")
+            assert await harness.store.claim("a", 0, Token("u"), time.time() + 600) == Claimed(starts=1)
+            await nothing_comes(transport)
+
     async def test_a_dead_letter_is_parked_and_its_reply_stored(self, harness: Harness) -> None:
         body = request("a")
         await harness.publish(body)

@@ -10,7 +10,7 @@ Not here: the flags that name the documents (`process_flags`), and the parameter
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, cast
+from typing import Final, Literal, cast, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -36,28 +36,27 @@ MOST_WORKERS: Final = 100_000
 MOST_QUEUES: Final = 10_000
 YEAR_S: Final = 366 * 86_400
 
-GATE_TYPES: Final = frozenset(
-    {
-        "aimd",
-        "binary-metric",
-        "composite",
-        "constant",
-        "constant-decision",
-        "deadline",
-        "endpoint-scrape",
-        "local-max-concurrency",
-        "local-rate-limit",
-        "prometheus-budget",
-        "prometheus-query",
-        "prometheus-saturation",
-        "redis",
-        "redis-leased-rate",
-        "redis-quota",
-        "reservation-classifier",
-        "tier-priority-admission",
-        "wait-on-refuse",
-    }
-)
+GateType = Literal[
+    "aimd",
+    "binary-metric",
+    "composite",
+    "constant",
+    "constant-decision",
+    "deadline-drop",
+    "endpoint-scrape",
+    "local-max-concurrency",
+    "local-rate-limit",
+    "prometheus-budget",
+    "prometheus-query",
+    "prometheus-saturation",
+    "redis",
+    "redis-leased-rate",
+    "redis-quota",
+    "reservation-classifier",
+    "tier-priority-admission",
+    "wait-on-refuse",
+]
+GATE_TYPES: Final[tuple[GateType, ...]] = get_args(GateType)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -336,7 +336,9 @@ else
   redis.call('ZADD', KEYS[1], note.s, ARGV[7])
 end
 redis.call('HDEL', KEYS[10], 'holder', 'until')
-redis.call('HSET', KEYS[10], 'floor', math.max(tonumber(c[3] or '0'), tonumber(ARGV[4])), 'starts', 0)
+local floor = tonumber(c[3] or '0')
+-- A copy that is no attempt (a gate was closed) is no news of those who died while running it.
+if tonumber(ARGV[4]) > floor then redis.call('HSET', KEYS[10], 'floor', ARGV[4], 'starts', 0) end
 keep_for(KEYS[10], 2 * tonumber(ARGV[5]) + 60000)
 forget(ARGV[1])
 return {'DONE'}

@@ -119,7 +119,9 @@ else
   redis.call('XADD', KEYS[1], '*', unpack(ARGV, 9))
 end
 redis.call('HDEL', KEYS[4], 'holder', 'until')
-redis.call('HSET', KEYS[4], 'floor', math.max(tonumber(c[3] or '0'), tonumber(ARGV[6])), 'starts', 0)
+local floor = tonumber(c[3] or '0')
+-- A copy that is no attempt (a gate was closed) is no news of those who died while running it.
+if tonumber(ARGV[6]) > floor then redis.call('HSET', KEYS[4], 'floor', ARGV[6], 'starts', 0) end
 keep_for(KEYS[4], 2 * tonumber(ARGV[7]) + 60000)
 forget(KEYS[1], ARGV[1], ARGV[2])
 return {'DONE'}

@@ -17,6 +17,7 @@ from inference_worker.messages import Usage
 from inference_worker.mock_model import Fault, MockModel, MockModelConfig
 from inference_worker.model_client import HttpModelClient, retry_after_s
 from inference_worker.ports import Answer, ModelClient
+from inference_worker.routed_model import RoutedModel
 from inference_worker.timing import ByteBudget
 from tests.waiting import eventually
 
@@ -154,6 +155,56 @@ async def test_an_id_that_is_no_header_value_is_left_out(request_id: str) -> Non
         await model.infer(endpoint=CHAT, payload=b"{}", stream=False, request_id=request_id, timeout_s=5)
 
     assert b"X-Request-Id" not in server.requests[0]
+
+
+async def test_headers_of_a_caller_go_along_but_never_in_place_of_ours_in_any_letter_case_case_277() -> None:
+    server = RawServer(says(http()))
+    given = {"X-Mine": "1", "authorization": "Bearer forged", "x-request-ID": "forged", "content-type": "text/plain"}
+    async with server.serving() as url, client(url, api_key=lambda: "ours") as model:
+        await model.infer(endpoint=CHAT, payload=b"{ }", stream=False, request_id="r-1", timeout_s=5, headers=given)
+
+    head, _, sent = server.requests[0].partition(b"\r\n\r\n")
+    lines = head.lower().split(b"\r\n")
+    assert sent == b"{ }"
+    assert b"x-mine: 1" in lines
+    assert [line for line in lines if line.startswith((b"authorization", b"x-request-id"))] == [
+        b"x-request-id: r-1",
+        b"authorization: bearer ours",
+    ]
+    assert [line for line in lines if line.startswith(b"content-type")] == [b"content-type: text/plain"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_of_the_answers_headers_those_are_kept_that_gates_and_results_need_case_282(stream: bool) -> None:
+    sent = ("X-LLM-D-Request-Dropped-Reason: rejected-saturated", f"X-LLM-D-Flow-Band-Headroom: {'9' * 300}", "X-No: 1")
+    start = head(*sent, "Transfer-Encoding: chunked").replace(b"application/json", b"text/event-stream")
+    streamed = [start, *chunked(EVENTS)[1:]]
+    answer = await asked(says(*streamed) if stream else says(http(b"busy", *sent, status="429 No")), stream=stream)
+
+    assert answer.headers == {
+        "x-llm-d-request-dropped-reason": "rejected-saturated",
+        "x-llm-d-flow-band-headroom": "9" * 200,
+    }
+
+
+async def test_several_gateways_each_get_their_own_calls_and_one_that_hangs_holds_up_no_other() -> None:
+    budget = ByteBudget(1 << 26)
+    hangs, works = RawServer(says(head("Content-Length: 5"), forever=True)), RawServer(says(http()))
+    async with (
+        hangs.serving() as slow,
+        works.serving() as fast,
+        RoutedModel([slow, f"{fast}/base"], lambda host: client(host, budget=budget)) as model,
+    ):
+        call = {"payload": b"{}", "stream": False, "request_id": "r-1", "timeout_s": 5.0}
+        hanging = [asyncio.ensure_future(model.infer(endpoint="/x", base_url=slow, **call)) for _ in range(20)]  # type: ignore[arg-type]
+        await eventually(lambda: len(hangs.requests) == 20, within=10, what="all calls at the one that hangs")
+        answer = await model.infer(endpoint="/base/v1", base_url=f"{fast}/base", **call)  # type: ignore[arg-type]
+        for task in hanging:
+            task.cancel()
+        await asyncio.wait(hanging)
+
+    assert answer.status_code == 200
+    assert works.requests[0].startswith(b"POST /base/v1 HTTP/1.1\r\n")
 
 
 async def test_proxy_variables_catch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from redis.asyncio import Redis as RedisClient
 
 from inference_worker import listener, rmq_listener
-from inference_worker.disposition import LADDER_S
+from inference_worker.retry_ladder import LADDER_S
 from tests.conservation import drain_queue, publish
 from tests.faults import wire
 from tests.faults.model import FakeModel, ok

@@ -527,6 +527,23 @@ async def test_a_crash_of_its_holders_without_end_makes_a_message_poison(
     assert await empty(sets)
 
 
+async def test_a_copy_that_is_no_attempt_does_not_hide_that_workers_died(sets: SortedSets) -> None:
+    """Else a request that kills its workers would be young again each time that a gate is closed."""
+    await sets.submit("r", "tok")
+    name = f"r{NUL}tok"
+    assert await sets.store.claim(name, 0, Token("dead"), time.time() + 60) == Claimed(starts=1)
+    await asyncio.sleep(sets.lease_s * 1.2)
+    async with sets.session() as transport, transport.consuming(1):
+        delivery = await take(transport)
+        unclaimed = Hold(name, Token("t"))
+
+        settled = await transport.settle(delivery, Republish(delay_s=0.01, attempts=0, left_s=60, claim=unclaimed))
+
+        assert settled == Settled(how="retry")
+        assert (await take(transport)).attempts == 0
+        assert await sets.store.claim(name, 0, Token("u"), time.time() + 60) == Claimed(starts=2)
+
+
 # ---------------------------------------------------------------- payloads that lie apart
 
 

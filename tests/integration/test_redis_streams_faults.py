@@ -542,6 +542,23 @@ async def test_a_copy_that_cannot_be_placed_goes_back_uncounted(
         assert await streams.store.claim("a", 0, Token("u"), time.time() + 60) == Claimed(starts=1)
 
 
+async def test_a_copy_that_is_no_attempt_does_not_hide_that_workers_died(streams: Streams) -> None:
+    """Else a request that kills its workers would be young again each time that a gate is closed."""
+    await streams.add(request("a"), "a")
+    name = "a"
+    assert await streams.store.claim(name, 0, Token("dead"), time.time() + 60) == Claimed(starts=1)
+    await asyncio.sleep(streams.lease_s * 1.2)
+    async with streams.session() as transport, transport.consuming(1):
+        delivery = await take(transport)
+        unclaimed = Hold(name, Token("t"))
+
+        settled = await transport.settle(delivery, Republish(delay_s=0.01, attempts=0, left_s=60, claim=unclaimed))
+
+        assert settled == Settled(how="retry")
+        assert (await take(transport)).attempts == 0
+        assert await streams.store.claim(name, 0, Token("u"), time.time() + 60) == Claimed(starts=2)
+
+
 async def test_without_redis_a_message_is_let_go_and_comes_back_when_its_lease_has_lapsed(
     streams: Streams, redis_server: Redis, proxy: MakeProxy
 ) -> None:

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_worker.disposition import (
-    LADDER_S,
     Ack,
     Answered,
     Concluded,
@@ -13,10 +12,12 @@ from inference_worker.disposition import (
     Disposition,
     Failed,
     Fault,
+    HandBack,
     Hold,
     Interrupted,
     Malformed,
     Nack,
+    NotAdmitted,
     NotStored,
     Outcome,
     Republish,
@@ -27,6 +28,7 @@ from inference_worker.disposition import (
     retry_delay_s,
 )
 from inference_worker.messages import DEAD_LETTERED, ERROR_CODES, ErrorCode, KnownReply, Reply
+from inference_worker.retry_ladder import LADDER_S
 
 HOLD = Hold("a", Token("t"))
 POLICY = RetryPolicy(max_retries=2)
@@ -185,12 +187,80 @@ TABLE = [
         id="a call that was interrupted gives its claim back and the message, uncounted",
     ),
     pytest.param(Interrupted(reason="told to stop"), 1, Nack(), id="a message that had not begun goes back uncounted"),
+    pytest.param(
+        NotAdmitted(reason="closed", hold=HOLD), 2, Nack(), id="what a gate has not let in goes back uncounted"
+    ),
+    pytest.param(
+        concluded(429, "gate_dropped"),
+        0,
+        Ack(reply=reply(429, "gate_dropped"), claim=HOLD),
+        id="what a gate drops is answered and acknowledged",
+    ),
+    pytest.param(
+        concluded(500, "gate_error"),
+        0,
+        Ack(reply=reply(500, "gate_error"), claim=HOLD),
+        id="a gate that cannot say ends the request",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("outcome", "attempts", "disposition"), TABLE)
 def test_what_becomes_of_a_message(outcome: Outcome, attempts: int, disposition: Disposition) -> None:
     assert decide(outcome, attempts, POLICY, left_s=60, jitter=0.5) == disposition
+
+
+BY_COPY = HandBack(copy_after_s=1.0)
+CLOSED = NotAdmitted(reason="closed", hold=HOLD)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "left_s", "disposition"),
+    [
+        pytest.param(
+            0,
+            60.0,
+            Republish(delay_s=0.761, attempts=0, left_s=60.0, claim=HOLD),
+            id="a copy has as many attempts behind it as the message",
+        ),
+        pytest.param(
+            7,
+            60.0,
+            Republish(delay_s=0.761, attempts=7, left_s=60.0, claim=HOLD),
+            id="used up retries do not matter to what was not tried",
+        ),
+        pytest.param(
+            0,
+            0.05,
+            Republish(delay_s=0.04, attempts=0, left_s=0.05, claim=HOLD),
+            id="a copy does not sleep through its deadline",
+        ),
+        pytest.param(0, 0.005, Nack(), id="without time for a copy it goes back to be answered"),
+        pytest.param(0, -5.0, Nack(), id="nor is there time after the deadline"),
+    ],
+)
+def test_what_a_gate_has_not_let_in_goes_back_as_a_copy_where_the_broker_hands_out_at_once(
+    attempts: int, left_s: float, disposition: Disposition
+) -> None:
+    assert decide(CLOSED, attempts, POLICY, BY_COPY, left_s=left_s, jitter=0.5) == disposition
+
+
+@given(
+    attempts=st.integers(0, 2**31 - 1),
+    after_s=st.floats(0, 1e6),
+    left_s=st.floats(-1e6, 1e9),
+    jitter=st.floats(0, 1, exclude_max=True),
+)
+def test_no_gate_counts_or_outlasts_the_deadline(attempts: int, after_s: float, left_s: float, jitter: float) -> None:
+    decided = decide(CLOSED, attempts, POLICY, HandBack(copy_after_s=after_s), left_s=left_s, jitter=jitter)
+
+    match decided:
+        case Republish(delay_s=delay_s, attempts=next_attempt):
+            assert next_attempt == attempts
+            assert delay_s in LADDER_S
+            assert delay_s <= min(after_s, left_s)
+        case _:
+            assert decided == Nack()
 
 
 def test_no_retries_at_all_is_a_policy() -> None:
@@ -222,6 +292,7 @@ outcomes: st.SearchStrategy[Outcome] = st.one_of(
     st.builds(Malformed, reason=st.text(), reply=st.none() | replies),
     st.builds(NotStored, hold=holds),
     st.builds(Interrupted, reason=st.text(), hold=holds),
+    st.builds(NotAdmitted, reason=st.text(), hold=st.just(HOLD)),
 )
 
 
@@ -239,7 +310,7 @@ class TestEveryOutcome:
                 # Acknowledged without storing only where a result, or a confirmed copy, is known to be there.
                 assert stored is not None or isinstance(outcome, Answered | Superseded)
             case Nack():
-                assert isinstance(outcome, NotStored | Interrupted)
+                assert isinstance(outcome, NotStored | Interrupted | NotAdmitted)
             case Republish(attempts=next_attempt):
                 assert isinstance(outcome, Failed)
                 assert next_attempt == attempts + 1

@@ -16,9 +16,10 @@ FLOORS = (
     "errors timing lanes",  # F0
     "gates.parameters merge stamping messages",  # F1
     "event_stream llmd_messages",
-    "llmd_results",
+    "llmd_results retry_ladder",
+    "llmd_retry",
     "disposition",  # F2
-    "breaker llmd_retry",
+    "breaker",
     "config.values",  # F3
     "config.parts config.documents config.process_flags",
     "ports config.settings",
@@ -27,11 +28,15 @@ FLOORS = (
     "producer_scripts rmq_connection job_records",
     "rmq_listener rmq_producer rmq_dead_letters transports.memory results.* scaler model_client billing.* scraping "
     "mock_model echo_model",
-    "transports.* gates.*",  # Those in Redis know the keys of its results.
+    "addressing",
+    "routed_model",
+    "gates.*",  # Those in Redis know the keys of its results.
+    "transports.*",
     "rmq_look rmq_backlog scale_metrics client_ways otlp confirmed_intake stream_dead_letters memory_dead_letters "
     "producer_arrivals producer_leases",
-    "dlq",
+    "dlq peer_metrics",
     "dlq_reach dlq_remote dlq_saying",
+    "pool_gate",
     "message_processor health_checker metrics_reporter fleet_reporter ops_server gateway.* client check producer",  # F5
     "request_notes",
     "listener submit_lines submit_state submit_progress",  # F6

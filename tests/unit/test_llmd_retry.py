@@ -4,12 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_worker.disposition import LADDER_S, Ack, Failed, Fault, Hold, Republish, Token
+from inference_worker.disposition import Ack, Failed, Fault, Hold, Republish, Token, decide
 from inference_worker.llmd_retry import (
     StatusRule,
     StatusTable,
     UntilDeadline,
-    again,
     backoff_s,
     delay_s,
     failure_text,
@@ -17,6 +16,7 @@ from inference_worker.llmd_retry import (
 )
 from inference_worker.messages import Reply
 from inference_worker.model_client import retry_after_s
+from inference_worker.retry_ladder import LADDER_S
 
 HOLD = Hold("a", Token("t"))
 POLICY = UntilDeadline()
@@ -28,7 +28,7 @@ LAST = Reply(
     replica_id="r",
     finished_at=1.0,
     error="busy",
-    error_code="deadline_exceeded",
+    error_code="model_error",
     answer=b"busy",
 )
 jitters = st.floats(0, 1, exclude_max=True)
@@ -36,7 +36,7 @@ TABLE = StatusTable()
 
 
 def failed(retry_after_s: float | None = None) -> Failed:
-    return Failed(fault=Fault.STATUS, detail="429", hold=HOLD, reply=LAST, retry_after_s=retry_after_s)
+    return Failed(fault=Fault.STATUS, detail="429", hold=HOLD, reply=LAST, retry_after_s=retry_after_s, status_code=429)
 
 
 @pytest.mark.parametrize("status_code", [200, 201, 204, 299])
@@ -102,16 +102,16 @@ def test_what_is_wrong_with_a_setting_is_said(setting: tuple[str, str]) -> None:
 def test_a_connection_that_fails_and_a_call_that_is_too_long_are_tried_again_case_250(fault: Fault) -> None:
     seen = Failed(fault=fault, detail="gone", hold=HOLD, reply=LAST)
 
-    assert isinstance(again(seen, 0, POLICY, left_s=100, jitter=0.5), Republish)
+    assert isinstance(decide(seen, 0, POLICY, left_s=100, jitter=0.5), Republish)
 
 
 @pytest.mark.parametrize("left_s", [-5.0, 0.0])
 def test_at_its_deadline_a_request_ends_with_the_last_answer_case_252(left_s: float) -> None:
-    assert again(failed(30), 7, POLICY, left_s=left_s, jitter=0.5) == Ack(reply=LAST, claim=HOLD)
+    assert decide(failed(30), 7, POLICY, left_s=left_s, jitter=0.5) == Ack(reply=LAST, claim=HOLD)
 
 
 def test_the_last_result_of_a_deadline_after_a_429_is_that_429_case_253() -> None:
-    done = again(failed(), 1000, POLICY, left_s=-0.001, jitter=0.0)
+    done = decide(failed(), 1000, POLICY, left_s=-0.001, jitter=0.0)
 
     assert isinstance(done, Ack)
     assert done.reply is not None
@@ -120,7 +120,7 @@ def test_the_last_result_of_a_deadline_after_a_429_is_that_429_case_253() -> Non
 
 @given(st.integers(0, 10**6), st.floats(0.001, 10**6), jitters)
 def test_a_retry_counts_one_more_and_waits_within_the_ladder_case_254(n: int, left_s: float, jitter: float) -> None:
-    done = again(failed(), n, POLICY, left_s=left_s, jitter=jitter)
+    done = decide(failed(), n, POLICY, left_s=left_s, jitter=jitter)
 
     assert isinstance(done, Republish)
     whole = min(2.0 * 2.0 ** min(n + 1, 60), 60.0, left_s)

@@ -13,13 +13,14 @@ from itertools import count
 from typing import TypeVar
 
 from inference_worker.breaker import Breaker
-from inference_worker.disposition import Disposition, RetryPolicy, Settlement, Token
+from inference_worker.disposition import AT_ONCE, Disposition, HandBack, RetryPolicy, Settlement, Token
 from inference_worker.errors import StoreUnavailable, TransportLost
 from inference_worker.listener import Listener
 from inference_worker.message_processor import Job, MessageProcessor
 from inference_worker.messages import InferenceRequest, Reply, Usage, encode_request
 from inference_worker.metrics import WorkerMetrics
 from inference_worker.metrics_buffer import MetricsBuffer
+from inference_worker.pool_gate import PoolGate
 from inference_worker.ports import (
     NO_HEADERS,
     Answer,
@@ -70,6 +71,8 @@ class FakeModel:
     payloads: list[bytes] = field(default_factory=list)
     timeouts_s: list[float] = field(default_factory=list)
     headers: list[Mapping[str, str]] = field(default_factory=list)
+    targets: list[tuple[str | None, str]] = field(default_factory=list)
+    """Base URL and endpoint of each call."""
     running: dict[str, int] = field(default_factory=dict)
     closed: list[str] = field(default_factory=list)
     """Requests whose call was closed before its end."""
@@ -86,8 +89,10 @@ class FakeModel:
         request_id: str,
         timeout_s: float,
         headers: Mapping[str, str] = NO_HEADERS,
+        base_url: str | None = None,
     ) -> Answer:
         self.calls.append(request_id)
+        self.targets.append((base_url, endpoint))
         self.headers.append(headers)
         self.payloads.append(payload)
         self.timeouts_s.append(timeout_s)
@@ -309,6 +314,8 @@ class Worker:
         budget_bytes: int = 1_000_000,
         model_ok: bool = True,
         breaker_failures: int = 0,
+        gate: PoolGate | None = None,
+        hand_back: HandBack = AT_ONCE,
     ) -> None:
         self.site = site
         self.model = model
@@ -352,6 +359,7 @@ class Worker:
             lease_s=site.lease_s,
             max_crashes=max_crashes,
             store_patience_s=store_patience_s,
+            gate=gate,
         )
         self.listener = Listener(
             connect=self.connect,
@@ -369,6 +377,7 @@ class Worker:
             limit=slots,
             grace_s=grace_s,
             store_patience_s=store_patience_s,
+            hand_back=hand_back,
         )
         self.store.died = self._die
         self.model_health.watch(self._model_changed)

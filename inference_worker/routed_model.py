@@ -1,0 +1,86 @@
+"""A model client over several gateways: one client, and so one pool of connections, for each scheme and host.
+
+The base URLs are those of the configuration, so there are at most as many clients as that names. A gateway that hangs
+has no part in the calls to others. Where a call goes is said by its `base_url` (`addressing.py`), not found out here.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AsyncExitStack
+from typing import Protocol, Self
+
+from inference_worker.addressing import origin
+from inference_worker.errors import ModelGone
+from inference_worker.ports import NO_HEADERS, Answer, ModelClient
+
+
+class Closable(ModelClient, Protocol):
+    """A client that has connections."""
+
+    async def close(self) -> None:
+        """Close every connection."""
+
+
+class RoutedModel:
+    """The model client of `ports.py`, for deliveries with a route."""
+
+    def __init__(self, base_urls: Iterable[str], open_client: Callable[[str], Closable]) -> None:
+        """`open_client` makes the client of one scheme and host, within a running loop."""
+        origins: dict[str, Closable] = {}
+        clients: dict[str, Closable] = {}
+        for base_url in base_urls:
+            host = origin(base_url)
+            if host not in origins:
+                origins[host] = open_client(host)
+            clients[base_url] = origins[host]
+        self._clients: Mapping[str, Closable] = clients
+        self._by_host: Mapping[str, Closable] = origins
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close every connection to every gateway, also where one of them fails to."""
+        async with AsyncExitStack() as stack:
+            for client in self._by_host.values():
+                stack.push_async_callback(client.close)
+
+    async def infer(
+        self,
+        *,
+        endpoint: str,
+        payload: bytes,
+        stream: bool,
+        request_id: str,
+        timeout_s: float,
+        headers: Mapping[str, str] = NO_HEADERS,
+        base_url: str | None = None,
+    ) -> Answer:
+        """See `ports.ModelClient`. `endpoint` is all that follows the host, the base's own path included.
+
+        Raises:
+            ModelGone: no gateway of this base URL is configured, or it is gone.
+            ModelCut, ModelSlow, BadResponse: see `errors.py`.
+        """
+        client = self._clients.get(base_url) if base_url is not None else None
+        if client is None:
+            raise ModelGone(f"no gateway with the base URL {base_url} is configured")
+        return await client.infer(
+            endpoint=endpoint,
+            payload=payload,
+            stream=stream,
+            request_id=request_id,
+            timeout_s=timeout_s,
+            headers=headers,
+        )
+
+    async def warm(self, connections: int) -> None:
+        """Open connections ahead, the number shared out among the gateways, at least one each. Never fails."""
+        clients = list(self._by_host.values())
+        each = max(connections // max(len(clients), 1), 1)
+        async with asyncio.TaskGroup() as group:
+            for client in clients:
+                group.create_task(client.warm(each))

@@ -1,0 +1,508 @@
+"""One queue of several that feed one pool: its connection, which heals itself, and its gate.
+
+What a queue hands up was admitted by its gate before. Whatever happens to one queue happens to no other: it has its own
+connection, its own window of what waits here, its own pauses.
+
+Not here: in which order the queues take turns (`merge.py`), and who keeps a gate's readings fresh: whoever made the
+gate runs it, since it outlasts connections and may stand at several places.
+"""
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal, assert_never
+
+import structlog
+
+from inference_worker.disposition import Ack, DeliveryLost, Known, Nack, Settled
+from inference_worker.errors import GateFailed, MalformedRequest, TransportLost
+from inference_worker.gates.permits import NOT_SENT, give_back
+from inference_worker.gates.waiting import outlast
+from inference_worker.lanes import CLASSIFICATION_LABEL, lane_of
+from inference_worker.merge import MergePolicy
+from inference_worker.messages import ErrorCode, InferenceRequest, Reply, decode
+from inference_worker.ports import (
+    Admitted,
+    Asked,
+    Connect,
+    Delivery,
+    Dropped,
+    Feedback,
+    Gate,
+    Parked,
+    Permit,
+    Route,
+    Transport,
+    TurnedAway,
+    Verdict,
+)
+from inference_worker.timing import ended, first_of
+
+log = structlog.get_logger(__name__)
+
+FIRST_BACKOFF_S: Final = 1.0
+LONGEST_BACKOFF_S: Final = 30.0
+
+FIRST_PAUSE_S: Final = 0.25
+"""How long what was turned away is kept before it goes back; doubled while nothing is admitted."""
+LONGEST_PAUSE_S: Final = 4.0
+
+CLOSED_LOOK_S: Final = 0.1
+"""How often a gate without budget is looked at."""
+CLOSED_S: Final = 0.5
+"""A gate that is without budget for so long has its queue's connection stop consuming: a full one that opens with
+every answer must not cost a consumer each time."""
+
+GATE_S: Final = 10.0
+"""How much longer than the time for waiting a gate may take for its last answer."""
+GIVE_BACK_S: Final = 3.0
+"""How long all that waits here may take to go back. After it the connection is closed, which gives it back."""
+
+QueueVerdict = Literal["admitted", "waited", "turned_away", "dropped", "failed"]
+"""What a queue's gate has said: `waited` is a wait that was not over in its time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One queue."""
+
+    name: str
+    connect: Connect
+    gate: Gate | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    route: Route | None = None
+    window: int = 64
+    """The most that waits here unstarted: asking the gate, or in a lane."""
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A delivery of a queue, as it came: the receipt of the one that is handed up for it."""
+
+    feed: "Feed"
+    transport: Transport
+    inner: Delivery
+    """As the queue's own transport knows it."""
+    permits: tuple[Permit, ...] = ()
+    seen: Feedback | None = None
+    """What became of the request, where somebody has said so."""
+
+    async def release(self, seen: Feedback) -> None:
+        """Give the permits back; a repeat does nothing."""
+        await give_back(self.take_permits(), seen)
+
+    def take_permits(self) -> tuple[Permit, ...]:
+        """What is to be given back by whoever takes it."""
+        permits, self.permits = self.permits, ()
+        return permits
+
+
+@dataclass(slots=True, kw_only=True)
+class Shared:
+    """What the queues of one session have in common."""
+
+    policy: MergePolicy[Delivery]
+    now: Callable[[], float]
+    rng: random.Random
+    replica_id: str
+    tier_label: str
+    gate_wait_s: float
+    """0: until the request's deadline."""
+    told: Callable[[str, QueueVerdict], None]
+    flowing: bool = False
+    over: bool = False
+    """The session has ended."""
+    limit: int = 0
+    something: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a delivery can be handed up, perhaps."""
+    feeds: "list[Feed]" = field(default_factory=list)
+
+    def refill(self) -> None:
+        """There is room in a lane, perhaps."""
+        for feed in self.feeds:
+            feed.refill()
+
+
+class Feed:
+    """Runs one queue for as long as its session lasts."""
+
+    def __init__(self, source: Source, shared: Shared) -> None:
+        self.source = source
+        self._shared = shared
+        self.transport: Transport | None = None
+        self.reason = "not connected yet"
+        """Why there is no connection; empty while there is one."""
+        self.tried = asyncio.Event()
+        """Set once a connection was had, or not."""
+        self.connected = asyncio.Event()
+        self.resting = asyncio.Event()
+        """Set while nothing is consumed and nothing waits here."""
+        self.resting.set()
+        self.unstarted: dict[Held, None] = {}
+        self.started: dict[Held, None] = {}
+        """Handed up and not settled, also by connections that are gone."""
+        self._no_room: dict[int, deque[Delivery]] = {}
+        """Admitted, by lane: they wait for room in it, in their order."""
+        self._asking: dict[asyncio.Task[None], None] = {}
+        self._releasing: dict[asyncio.Task[None], None] = {}
+        self._turn = asyncio.Event()
+        """Set when consuming is to begin or to end, perhaps."""
+        self._room = asyncio.Event()
+        """Set when more may be taken, perhaps."""
+        self._inner_limit = 0
+        self._pause_s = 0.0
+        self._pause_until = 0.0
+        self._gate_said = ""
+
+    # ------------------------------------------------------------ the connection
+
+    async def run(self) -> None:
+        """One connection after the other, with growing pauses between those that fail. Ends by being cancelled."""
+        loop = asyncio.get_running_loop()
+        backoff_s = FIRST_BACKOFF_S
+        while not self._shared.over:
+            opened_at = loop.time()
+            try:
+                why = await self._connection()
+            except TransportLost as exc:
+                why = str(exc)
+            except Exception as exc:
+                # A fault with one queue is that queue's: the others go on.
+                log.exception("the connection to a queue failed", queue=self.source.name)
+                why = f"{type(exc).__name__}: {exc}"
+            finally:
+                self.resting.set()
+            if why != self.reason:
+                log.warning("no connection to a queue; trying again", queue=self.source.name, reason=why)
+            self.reason = why or "the connection was closed"
+            self.tried.set()
+            if self._shared.over:
+                return  # A cancellation that a failure to close has covered up.
+            if loop.time() - opened_at > backoff_s + FIRST_BACKOFF_S:
+                backoff_s = FIRST_BACKOFF_S  # It had lasted: this is a new failure, not the same one still.
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(backoff_s * 2, LONGEST_BACKOFF_S)
+
+    async def _connection(self) -> str:
+        """Use one connection until it is lost; says why it was."""
+        async with self.source.connect() as transport:
+            self.transport = transport
+            self.reason = ""
+            self.tried.set()
+            self.connected.set()
+            log.info("connected to a queue", queue=self.source.name)
+            try:
+                await self._use(transport)
+            finally:
+                self.transport = None
+                self.connected.clear()
+                await self._empty(transport)
+            return transport.lost_because
+
+    def awake(self) -> None:
+        """It will consume, or has something to give back."""
+        if self.transport is not None:
+            self.resting.clear()
+
+    def turn(self) -> None:
+        """Whether messages flow, or how many, has changed."""
+        self._turn.set()
+        self._room.set()
+
+    async def _use(self, transport: Transport) -> None:
+        """Consume whenever messages flow and the gate has a budget, until the connection is lost."""
+        while not transport.lost.is_set():
+            self._turn.clear()
+            if not self._shared.flowing:
+                if not await self._empty(transport):
+                    raise TransportLost("what was not started could not be given back")
+                if not self._shared.flowing:
+                    self.resting.set()
+                    await first_of(transport.lost, self._turn)
+                continue
+            self.resting.clear()
+            if self._closed:
+                await first_of(transport.lost, self._turn, within_s=CLOSED_LOOK_S)
+            else:
+                await self._consume(transport)
+
+    @property
+    def _closed(self) -> bool:
+        return self.source.gate is not None and self.source.gate.budget() <= 0
+
+    async def _consume(self, transport: Transport) -> None:
+        self._inner_limit = self.source.window
+        async with transport.consuming(self._inner_limit):
+            pump = asyncio.create_task(self._pump(transport), name=f"queue {self.source.name}")
+            pump.add_done_callback(lambda _: self._turn.set())
+            try:
+                while self._shared.flowing and not transport.lost.is_set() and not pump.done():
+                    self._turn.clear()
+                    await first_of(transport.lost, self._turn)
+            finally:
+                await ended(pump)
+            if not pump.cancelled():
+                pump.result()
+
+    async def _pump(self, transport: Transport) -> None:
+        while await self._may_take(transport):
+            self._take(transport, await transport.receive())
+
+    async def _may_take(self, transport: Transport) -> bool:
+        """Wait until there is room for another one; False once the gate has been without budget for a while."""
+        loop = asyncio.get_running_loop()
+        closed_since: float | None = None
+        while True:
+            self._room.clear()
+            if len(self.unstarted) >= self.source.window:
+                closed_since = None
+                await self._room.wait()
+            elif self._closed:
+                closed_since = loop.time() if closed_since is None else closed_since
+                if loop.time() - closed_since >= CLOSED_S:
+                    return False
+                await first_of(self._room, within_s=CLOSED_LOOK_S)
+            else:
+                await self._widen(transport)
+                return True
+
+    async def _widen(self, transport: Transport) -> None:
+        """What runs takes no place from what may wait. It only grows: some brokers begin anew with each change."""
+        unsettled = len(self.unstarted) + len(self.started)
+        if self._inner_limit <= unsettled and self._inner_limit < (most := self._shared.limit + self.source.window):
+            self._inner_limit = min(max(unsettled + 1, self._inner_limit + self.source.window), most)
+            await transport.set_limit(self._inner_limit)
+
+    # ------------------------------------------------------------ one delivery
+
+    def _take(self, transport: Transport, inner: Delivery) -> None:
+        held = Held(feed=self, transport=transport, inner=inner)
+        delivery = replace(
+            inner,
+            receipt=held,
+            route=self.source.route or inner.route,
+            labels={**inner.labels, **self.source.labels},
+            taken_at=asyncio.get_running_loop().time(),
+        )
+        self.unstarted[held] = None
+        request = self._request(inner)
+        if self.source.gate is None or request is None or request.deadline <= self._shared.now():
+            # What is no request, or too late, is ended by whoever receives it, and never sent.
+            self._line_up(delivery)
+            return
+        task = asyncio.create_task(self._ask(self.source.gate, held, delivery, request))
+        self._asking[task] = None
+        task.add_done_callback(self._asked)
+
+    def _asked(self, task: asyncio.Task[None]) -> None:
+        self._asking.pop(task, None)
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            log.error("a delivery could not be let in", queue=self.source.name, exc_info=exc)
+
+    def _request(self, inner: Delivery) -> InferenceRequest | None:
+        if inner.request is not None or self.source.gate is None:
+            return inner.request
+        try:
+            return decode(inner.body, message_id=inner.message_id, infer_path="/", now=self._shared.now())
+        except MalformedRequest:
+            return None
+
+    async def _ask(self, gate: Gate, held: Held, delivery: Delivery, request: InferenceRequest) -> None:
+        try:
+            verdict = await self._verdict(gate, delivery, request)
+            match verdict:
+                case Admitted(permits=permits):
+                    held.permits = permits
+                    self._pause_s = 0.0
+                    self._told("admitted")
+                    self._line_up(delivery)
+                case Dropped():
+                    self._told("dropped")
+                    await self._drop(held, request, verdict)
+                case Parked() if request.deadline <= self._shared.now():
+                    self._told("waited")
+                    self._line_up(delivery)
+                case Parked():
+                    self._told("waited")
+                    await self._return(held)
+                case TurnedAway():
+                    self._told("turned_away")
+                    await self._return(held)
+                case None:
+                    self._told("failed")
+                    await self._return(held)
+                case _:
+                    assert_never(verdict)
+        except TransportLost:
+            self._forget(held)  # It goes back by itself.
+        except Exception:
+            # A fault of ours with one message: kept, it would take its place in the window for ever.
+            log.exception("a delivery could not be let in; it goes back", queue=self.source.name)
+            await self._return(held)
+
+    def _told(self, what: QueueVerdict) -> None:
+        self._shared.told(self.source.name, what)
+
+    async def _verdict(self, gate: Gate, delivery: Delivery, request: InferenceRequest) -> Verdict | None:
+        """What the gate says in its time; None where it cannot say."""
+        left_s = request.deadline - self._shared.now()
+        wait_s = min(self._shared.gate_wait_s, left_s) if self._shared.gate_wait_s > 0 else left_s
+        until = asyncio.get_running_loop().time() + wait_s
+        asked = Asked(
+            request_id=request.request_id,
+            metadata=request.metadata,
+            labels=delivery.labels,
+            deadline=request.deadline,
+            tenant=request.tenant,
+            payload=request.payload,
+        )
+        try:
+            async with asyncio.timeout_at(until + GATE_S):
+                verdict = await outlast(gate, asked, until, self._shared.rng)
+        except (GateFailed, TimeoutError) as exc:
+            reason = str(exc) or "it gave no answer"
+            if self._says_anew(reason):
+                log.warning("the gate of a queue cannot be asked", queue=self.source.name, reason=reason)
+            return None
+        except Exception as exc:
+            # A fault in a gate keeps its own queue waiting, and nothing else.
+            if self._says_anew(f"{type(exc).__name__}: {exc}"):
+                log.exception("the gate of a queue failed", queue=self.source.name)
+            return None
+        self._gate_said = ""
+        return verdict
+
+    def _says_anew(self, reason: str) -> bool:
+        """Whether the reason is another than the last one: it is asked for every message."""
+        last, self._gate_said = self._gate_said, reason
+        return reason != last
+
+    async def _drop(self, held: Held, request: InferenceRequest, dropped: Dropped) -> None:
+        """End a request with what its gate says."""
+        reply = self._last_word(held, request, dropped)
+        settlement = await held.transport.settle(held.inner, Ack(reply=reply))
+        if isinstance(settlement, Known):
+            settlement = await held.transport.settle(held.inner, Ack())
+        if isinstance(settlement, Settled | DeliveryLost):
+            self._forget(held)
+        else:  # Another runs it, or the store does not answer: it is asked for again when it comes back.
+            await self._return(held)
+
+    def _last_word(self, held: Held, request: InferenceRequest, dropped: Dropped) -> Reply:
+        late = dropped.error_code == "DEADLINE_EXCEEDED"
+        code: ErrorCode = "expired" if late else "gate_dropped"
+        return Reply(
+            request_id=request.request_id,
+            status="failed",
+            # 0: there is no HTTP answer, and none in its place.
+            status_code=dropped.status_code or (408 if late else 0),
+            attempt=held.inner.attempts,
+            replica_id=self._shared.replica_id,
+            received_at=request.received_at,
+            finished_at=self._shared.now(),
+            error=dropped.error,
+            error_code=code,
+        )
+
+    async def _return(self, held: Held) -> None:
+        """Give a delivery back after a pause: brokers hand it out again at once."""
+        await first_of(held.inner.lost, within_s=self._next_pause_s())
+        with suppress(TransportLost):  # It goes back by itself.
+            await held.transport.settle(held.inner, Nack())
+        self._forget(held)
+
+    def _next_pause_s(self) -> float:
+        """Twice as long after each pause in which nothing was admitted; those turned away during one share it."""
+        at = asyncio.get_running_loop().time()
+        if at >= self._pause_until or not self._pause_s:
+            self._pause_s = min(max(self._pause_s * 2, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+            self._pause_until = at + self._pause_s
+        # Nothing comes back before the pause is over, so that it begins no shorter one; nor all of it at once.
+        return self._pause_until - at + self._pause_s * self._shared.rng.uniform(0, 0.5)
+
+    def _line_up(self, delivery: Delivery) -> None:
+        """Into its lane, or, where there is no room, behind those that wait for some."""
+        tier, classification = self._lane(delivery)
+        waiting = self._no_room.get(lane_of(tier, classification))
+        if waiting or not self._shared.policy.put(delivery, self.source.name, tier, classification):
+            self._no_room.setdefault(lane_of(tier, classification), deque()).append(delivery)
+        self._shared.something.set()
+
+    def refill(self) -> None:
+        """Put what waits for room into its lane, as far as there is some."""
+        for lane, waiting in list(self._no_room.items()):
+            while waiting:
+                if not self._shared.policy.put(waiting[0], self.source.name, *self._lane(waiting[0])):
+                    break
+                waiting.popleft()
+            if not waiting:
+                del self._no_room[lane]
+
+    def _lane(self, delivery: Delivery) -> tuple[str | None, str | None]:
+        return delivery.labels.get(self._shared.tier_label), delivery.labels.get(CLASSIFICATION_LABEL)
+
+    # ------------------------------------------------------------ what leaves
+
+    def start(self, held: Held) -> None:
+        """A delivery is handed up."""
+        self.unstarted.pop(held, None)
+        self.started[held] = None
+        self._room.set()
+
+    def let_go(self, held: Held) -> None:
+        """A delivery was lost before it was handed up: somebody else has it by now."""
+        self._forget(held)
+        if held.permits:
+            task = asyncio.create_task(held.release(NOT_SENT))
+            self._releasing[task] = None
+            task.add_done_callback(lambda _: self._releasing.pop(task, None))
+
+    def _forget(self, held: Held) -> None:
+        self.unstarted.pop(held, None)
+        self._room.set()
+
+    async def finish(self, held: Held, seen: Feedback) -> None:
+        """A delivery is settled, or lost: what its gate gave goes back, once."""
+        self.started.pop(held, None)
+        self._room.set()
+        self._shared.something.set()
+        try:
+            await held.release(seen)
+        finally:
+            self._room.set()  # The gate may have a budget now.
+
+    async def _empty(self, transport: Transport) -> bool:
+        """Give back all that waits here, the last one first, so that brokers have it in its old order.
+
+        False where that took too long: then closing the connection gives it back.
+        """
+        asking = [*self._asking, *self._releasing]
+        for task in self._asking:
+            task.cancel()
+        left: list[Held] = []
+        try:
+            try:
+                if asking:
+                    await asyncio.wait(asking)
+            finally:
+                left = self._taken_out()
+            if not transport.lost.is_set():
+                async with asyncio.timeout(GIVE_BACK_S):
+                    for held in reversed(left):
+                        await transport.settle(held.inner, Nack())
+        except (TimeoutError, TransportLost):
+            return False
+        finally:
+            await give_back([permit for held in left for permit in held.take_permits()], NOT_SENT)
+        return True
+
+    def _taken_out(self) -> list[Held]:
+        self._shared.policy.remove(self.source.name)
+        self._no_room.clear()
+        left, self.unstarted = list(self.unstarted), {}
+        self._shared.refill()
+        self._shared.something.set()
+        return left
