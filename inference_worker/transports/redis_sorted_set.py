@@ -33,12 +33,13 @@ from inference_worker.disposition import (
     StoreSilent,
 )
 from inference_worker.errors import MalformedRequest, StoreUnavailable, TransportLost
+from inference_worker.job_records import record_key
 from inference_worker.llmd_messages import to_request, with_payload
 from inference_worker.messages import ErrorCode, KnownReply, Reply, encode_reply, known_reply
 from inference_worker.metrics import WorkerMetrics
 from inference_worker.ports import Backlog, Delivery, ResultStore
 from inference_worker.redis_scripts import RedisLink, RedisTls
-from inference_worker.results.redis import DEAD_NOTE_TTL_S, claim_key, job_key, result_key
+from inference_worker.results.redis import DEAD_NOTE_TTL_S, claim_key, result_key
 from inference_worker.settling import bury, death_note, release, store_reply
 from inference_worker.timing import ended, first_of, quietly, stopped_within
 from inference_worker.transports.key_watch import KeyWatch, watching
@@ -700,7 +701,7 @@ class SortedSetTransport:
                 *self._right_to(delivery),
                 *(disposition.claim.token if disposition.claim is not None else "",),
                 *(sent(reply) if listed else encode_reply(reply), self._sets.ttl_s, reply.status, event or b""),
-                *(job_key(reply.request_id), note, DEAD_NOTE_TTL_S),
+                *(record_key(reply.request_id), note, DEAD_NOTE_TTL_S),
                 *(claim.message(reply) if listed else b"", claim.result_ttl_s, claim.taken.token),
                 *letter,
             )
