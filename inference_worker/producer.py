@@ -42,7 +42,9 @@ from inference_worker.producer_requests import (
 )
 from inference_worker.producer_results import Result, read_result
 from inference_worker.producer_scripts import CANCEL, LOOK_UP, MOST_AT_ONCE, SUBMIT
-from inference_worker.redis_scripts import ANSWER_S, MOST_BYTES, Argument, RedisLink, RedisTls
+from inference_worker.producer_steps import cancel_in_steps, submit_in_steps
+from inference_worker.redis_cluster import RedisCluster
+from inference_worker.redis_scripts import ANSWER_S, MOST_BYTES, Address, Argument, RedisCommands, RedisLink, RedisTls
 from inference_worker.timing import ended, quietly
 
 __all__ = [
@@ -90,7 +92,8 @@ class Producer:
     """`async with Producer(url, result_queue="results") as producer:`. For any number of tasks.
 
     `redis_url` may be a function, which is asked again at each connection. A `link` that is given instead is used, and
-    left open. With `payload_keys` payloads lie in keys of their own, and the queue holds envelopes only.
+    left open: a `RedisLink`, or a `RedisCluster`, on which there are no idempotency keys. With `payload_keys` payloads
+    lie in keys of their own, and the queue holds envelopes only.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class Producer:
         *,
         result_queue: str,
         request_queue: str = REQUEST_QUEUE,
-        link: RedisLink | None = None,
+        link: RedisLink | RedisCluster | None = None,
         payload_keys: bool = False,
         redis_password: str | None = None,
         redis_tls: RedisTls | None = None,
@@ -109,21 +112,25 @@ class Producer:
         problems = _problems(redis_url, link, request_queue=request_queue, result_queue=result_queue)
         if problems:
             raise ConfigurationError(problems)
-        self._own_link = link is None
-        self._link = link or RedisLink(
-            redis_url if callable(redis_url) else lambda: str(redis_url),
-            lambda: redis_password,
-            client_name="".join(c if "!" <= c <= "~" else "_" for c in f"inference-worker/{name}")[:200],
-            tls=redis_tls or RedisTls(),
-        )
+        shown = "".join(c if "!" <= c <= "~" else "_" for c in f"inference-worker/{name}")[:200]
+        address: Address = redis_url if callable(redis_url) else lambda: str(redis_url)
+        if isinstance(link, RedisCluster):
+            address = link.address_of(result_queue)
+        tls = redis_tls or RedisTls()
+        own = RedisLink(address, lambda: redis_password, client_name=shown, tls=tls)
+        self._clustered = isinstance(link, RedisCluster)
+        self._results = link if isinstance(link, RedisLink) else own
+        """Leads to the server that has the results."""
+        self._own_results = not isinstance(link, RedisLink)
+        self._link: RedisCommands = link or self._results
         self._request_queue = request_queue
         self._result_queue = result_queue
         self._payload_keys = payload_keys
         self._now = now
         self._rng = random.Random()
         self._tokens = Tokens()
-        self._leases = Leases(self._link, result_queue)
-        self._arrivals = Arrivals(self._link, result_queue)
+        self._leases = Leases(self._results, result_queue, clustered=self._clustered)
+        self._arrivals = Arrivals(self._results, result_queue)
         self._returning: set[asyncio.Task[None]] = set()
         self._open: AsyncExitStack | None = None
 
@@ -187,6 +194,9 @@ class Producer:
         marked: list[str] = []
         for start in range(0, len(meant), MOST_AT_ONCE):
             some = meant[start : start + MOST_AT_ONCE]
+            if self._clustered:
+                marked.extend(await cancel_in_steps(self._reached(), some, CANCELLED_FOR_S))
+                continue
             keys = [key for request_id, _ in some for key in (active_key(request_id), cancel_key(request_id))]
             places = await self._reached().run(CANCEL, keys, CANCELLED_FOR_S, *(token for _, token in some))
             marked.extend(some[place - 1][0] for place in places)
@@ -266,8 +276,8 @@ class Producer:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as opened:
-            if self._own_link:
-                await opened.enter_async_context(self._link.open())
+            if self._own_results:
+                await opened.enter_async_context(self._results.open())
             await self._link.do("PING")
             opened.push_async_callback(self._all_returned)
             await opened.enter_async_context(self._arrivals.open())
@@ -281,7 +291,7 @@ class Producer:
         if opened is not None:
             await opened.aclose()
 
-    def _reached(self) -> RedisLink:
+    def _reached(self) -> RedisCommands:
         if self._open is None:
             raise RuntimeError("the producer is not open: use it inside `async with`")
         return self._link
@@ -289,6 +299,8 @@ class Producer:
     # ------------------------------------------------------------ submitting
 
     def _prepared(self, request: Request) -> Prepared:
+        if self._clustered and request.idempotency_key is not None:
+            raise InvalidSubmission("idempotency_key is given; on a Redis Cluster there are none")
         return prepared(
             request,
             self._tokens,
@@ -313,6 +325,9 @@ class Producer:
         return submissions
 
     async def _taken(self, chunk: Sequence[Prepared], within_s: float) -> Sequence[Submission]:
+        if self._clustered:
+            await submit_in_steps(self._reached(), chunk)
+            return [one.submission for one in chunk]
         said, *seen = await self._answered(chunk, within_s)
         match said:
             case b"OTHER":
@@ -378,8 +393,8 @@ def _problems(redis_url: object, link: object, *, request_queue: object, result_
         problems.append("redis_url or link: one of them is needed, and only one")
     if redis_url is not None and not callable(redis_url) and not (isinstance(redis_url, str) and redis_url):
         problems.append("redis_url: a URL is expected, or a function that gives one")
-    if link is not None and not isinstance(link, RedisLink):
-        problems.append(f"link: a RedisLink is expected, got {type(link).__name__}")
+    if link is not None and not isinstance(link, RedisLink | RedisCluster):
+        problems.append(f"link: a RedisLink or RedisCluster is expected, got {type(link).__name__}")
     for name, queue in (("request_queue", request_queue), ("result_queue", result_queue)):
         if not isinstance(queue, str) or not usable_id(queue):
             problems.append(f"{name}: the name of a key is expected, got {queue!r}")

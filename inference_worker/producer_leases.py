@@ -13,6 +13,7 @@ from inference_worker.errors import LeaseLost, UnreadableResult
 from inference_worker.producer_results import Result, read_result
 from inference_worker.producer_scripts import ACKNOWLEDGE, RECEIVE, RELEASE, RENEW
 from inference_worker.redis_scripts import RedisLink
+from inference_worker.redis_slots import beside
 
 REMEMBERED_S: Final = 7 * 86_400
 """How long it is remembered that a result was acknowledged: a copy of it is dropped, and an ack may be repeated."""
@@ -74,14 +75,12 @@ class LeasedResult:
 class Leases:
     """The leases on one result list. Every method raises `StoreUnavailable`."""
 
-    def __init__(self, link: RedisLink, results: str) -> None:
+    def __init__(self, link: RedisLink, results: str, *, clustered: bool = False) -> None:
         self._link = link
+        names = ("result-claimed", "result-claim-owners", "result-claims-idx", "result-ack-tombstones")
         self.keys: Sequence[str] = (
             results,
-            f"{results}:result-claimed",
-            f"{results}:result-claim-owners",
-            f"{results}:result-claims-idx",
-            f"{results}:result-ack-tombstones",
+            *(beside(results, name) if clustered else f"{results}:{name}" for name in names),
         )
 
     async def receive(self, lease_s: float) -> LeasedResult | UnreadableResult | Nothing:

@@ -8,10 +8,11 @@ import asyncio
 import contextlib
 import hashlib
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
+from urllib.parse import urlsplit, urlunsplit
 
 import structlog
 from redis.asyncio.connection import (
@@ -23,7 +24,14 @@ from redis.asyncio.connection import (
 )
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, NoScriptError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    MovedError,
+    NoScriptError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
 
 from inference_worker.errors import StoreUnavailable
 from inference_worker.timing import ended, quietly
@@ -31,6 +39,9 @@ from inference_worker.timing import ended, quietly
 log = structlog.get_logger(__name__)
 
 Argument = str | bytes | int | float
+Address = Callable[[], str | Awaitable[str]]
+"""Gives the URL, at each connection anew. Where somebody is asked for it, one waits, and it may raise OSError."""
+
 ANSWER_S: Final = 5.0
 """How long one exchange may take, the time to connect included; a command waits for one exchange before its own."""
 
@@ -44,6 +55,9 @@ FROM_URL_SECURED: Final = frozenset(
     | {f"ssl_{name}" for name in ("include_verify_flags", "exclude_verify_flags")}
 )
 """The same, of a `rediss://` one."""
+
+GONE_ELSEWHERE: Final = (ReadOnlyError, MovedError)
+"""Answers that say that the keys are another server's now."""
 
 MOST_COMMANDS: Final = 512
 MOST_BYTES: Final = 8 * 1024 * 1024
@@ -160,6 +174,20 @@ return finish(KEYS[1], KEYS[2], KEYS[3], ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARG
 """
 )
 
+FINISH_IN_SLOT: Final = Script(
+    PRELUDE
+    + FINISHING
+    + """
+-- KEYS result, claim, owed   ARGV token, reply, ttl s, status, usage event or '', '1' to pass the token check
+local known = answered(KEYS[1])
+if known then return known end
+-- Only what is completed has one, and that is never refused from here on.
+if ARGV[5] ~= '' then redis.call('SET', KEYS[3], ARGV[5], 'EX', ARGV[3]) end
+return finish(KEYS[1], KEYS[2], '', ARGV[1], ARGV[2], ARGV[3], ARGV[4], '', ARGV[6], '')
+"""
+)
+"""The same on a Cluster, where the outbox lies in another slot: the event lies beside the result until it is there."""
+
 RELEASE: Final = Script(
     PRELUDE
     + """
@@ -255,6 +283,33 @@ class RedisTls:
     key_file: str | None = None
 
 
+class RedisCommands(Protocol):
+    """Who runs commands and scripts: one connection, or those to the servers of a Cluster.
+
+    Every method raises `StoreUnavailable`: there is no answer in time, or one that says that it cannot be done now.
+    """
+
+    async def run(self, script: Script, keys: Sequence[str], *arguments: Argument) -> Any:
+        """Run a script. On a Cluster its keys share a slot."""
+
+    async def do(self, *parts: Argument) -> Any:
+        """Run a command."""
+
+
+class ClusterCommands(RedisCommands, Protocol):
+    """The servers of a Cluster, and how to reach one by a connection of one's own."""
+
+    @property
+    def masters(self) -> tuple[str, ...]:
+        """The addresses of those that have keys, as last seen."""
+
+    def address_of(self, key: str) -> Address:
+        """Leads to the server that has a key."""
+
+    def address_at(self, master: str) -> Address:
+        """Leads to one of `masters`."""
+
+
 @dataclass(slots=True, eq=False)
 class _Command:
     parts: tuple[Argument, ...]
@@ -269,18 +324,23 @@ class RedisLink:
 
     def __init__(
         self,
-        url: Callable[[], str],
+        url: Address,
         password: Callable[[], str | None],
         *,
         client_name: str,
         tls: RedisTls,
         answer_s: float = ANSWER_S,
+        moved: Callable[[], int] = lambda: 0,
     ) -> None:
+        """`moved` counts how often the address has come to lead elsewhere: a connection from before is not used."""
         self._url = url
         self._password = password
         self._client_name = client_name
         self._tls = tls
         self._answer_s = answer_s
+        self._moved = moved
+        self._moved_at = 0
+        """What it was when the connection was opened."""
         self._waiting: deque[_Command] = deque()
         self._connection: AbstractConnection | None = None
         self._sender: asyncio.Task[None] | None = None
@@ -292,10 +352,14 @@ class RedisLink:
         try:
             yield self
         finally:
-            self._closed = True
-            if self._sender is not None:
-                await ended(self._sender)
-            await self._drop()
+            await self.close()
+
+    async def close(self) -> None:
+        """Close the connection for good; who waits for an answer is told so."""
+        self._closed = True
+        if self._sender is not None:
+            await ended(self._sender)
+        await self._drop()
 
     async def run(self, script: Script, keys: Sequence[str], *arguments: Argument) -> Any:
         """Run a script.
@@ -316,7 +380,7 @@ class RedisLink:
         """
         async with asyncio.timeout(self._answer_s):
             return await connect(
-                self._url(),
+                await url_from(self._url),
                 self._password(),
                 client_name=self._client_name,
                 tls=self._tls,
@@ -357,7 +421,7 @@ class RedisLink:
                 self._answer_all([*batch, *self._waiting], ConnectionError("the connection was closed by us"))
                 await self._drop()
                 raise
-            if any(isinstance(c.answer.result(), ReadOnlyError) for c in batch if not c.answer.cancelled()):
+            if any(isinstance(c.answer.result(), GONE_ELSEWHERE) for c in batch if not c.answer.cancelled()):
                 await self._drop()  # Demoted by a failover: the address may lead to the new primary by now.
 
     def _answer_all(self, commands: list[_Command], answer: Exception) -> None:
@@ -379,8 +443,11 @@ class RedisLink:
     async def _exchange(self, batch: list[_Command]) -> None:
         if not batch:
             return
+        if self._connection is not None and self._moved_at != self._moved():
+            await self._drop()
         connection = self._connection
         if connection is None or not connection.is_connected:
+            self._moved_at = self._moved()
             connection = self._connection = await self._connect()
         await connection.send_packed_command(
             connection.pack_commands([command.parts for command in batch]), check_health=False
@@ -396,7 +463,7 @@ class RedisLink:
 
     async def _connect(self) -> AbstractConnection:
         return await connect(
-            self._url(),
+            await url_from(self._url),
             self._password(),
             client_name=self._client_name,
             tls=self._tls,
@@ -408,6 +475,27 @@ class RedisLink:
         connection, self._connection = self._connection, None
         if connection is not None:
             await quietly(connection.disconnect(nowait=True), 1.0, RedisError, OSError)
+
+
+async def url_from(address: Address) -> str:
+    """What an address says now. Raises: OSError, where it does."""
+    said = address()
+    return said if isinstance(said, str) else await said
+
+
+def url_at(url: str, address: str, *, database: bool = True) -> str:
+    """The same URL, to another server (`host:port`): with its scheme, credentials and options."""
+    parts = urlsplit(url)
+    user, at, _ = parts.netloc.rpartition("@")
+    host, _, port = address.rpartition(":")
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return urlunsplit(parts._replace(netloc=f"{user}{at}{host}:{port}", path=parts.path if database else ""))
+
+
+def address_in(url: str) -> str:
+    """The `host:port` that a URL names. Raises: ValueError."""
+    parts = urlsplit(url)
+    return f"{parts.hostname or 'localhost'}:{parts.port or 6379}"
 
 
 async def connect(

@@ -3,7 +3,7 @@
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from redis.asyncio import Redis as RedisClient
 
 from inference_worker.llmd_messages import PublicRequest, Routing, new_envelope, write_envelope
 from inference_worker.metrics import WorkerMetrics
-from inference_worker.redis_scripts import RedisLink, RedisTls
+from inference_worker.redis_scripts import Address, ClusterCommands, RedisCommands, RedisLink, RedisTls
 from inference_worker.results.redis import RedisStore
 from inference_worker.transports.redis_sorted_set import RedisSortedSet, SortedSetQueue, SortedSetTransport, place
 
@@ -40,26 +40,66 @@ class Lying:
 
 
 class SortedSets:
-    """One queue in one database: a store with a link of its own, and sessions."""
+    """One queue in one database, or on a Cluster: a store with a link of its own, and sessions."""
 
     def __init__(
-        self, url: str, link: RedisLink, client: RedisClient, *, lease_s: float, queue: SortedSetQueue
+        self,
+        url: str,
+        link: RedisCommands,
+        client: RedisClient,
+        *,
+        lease_s: float,
+        queue: SortedSetQueue,
+        cluster: ClusterCommands | None = None,
+        address: Address | None = None,
+        moved: Callable[[], int] | None = None,
     ) -> None:
+        """`address` finds the server anew at each connection, where one URL does not always lead to it."""
         self.url = url
         self.link = link
         self.client = client
         self.lease_s = lease_s
         self.queue = queue
         self.metrics = WorkerMetrics()
-        self.store = RedisStore(link, deployment_id=DEPLOYMENT, replica_id="r", lease_s=lease_s, ttl_s=3600)
+        self.cluster = cluster
+        self.address = address
+        self.moved = moved
+        self.store = RedisStore(
+            link,
+            deployment_id=DEPLOYMENT,
+            replica_id="r",
+            lease_s=lease_s,
+            ttl_s=3600,
+            clustered=cluster is not None,
+        )
 
     @asynccontextmanager
     async def session(
-        self, url: str = "", *, queue: SortedSetQueue | None = None, poll_interval_s: float = 1.0
+        self,
+        url: str = "",
+        *,
+        queue: SortedSetQueue | None = None,
+        poll_interval_s: float = 1.0,
+        now: Callable[[], float] = time.time,
+        cluster: ClusterCommands | None = None,
     ) -> AsyncGenerator[SortedSetTransport]:
         """A session, through a proxy if `url` says so."""
-        sets = RedisSortedSet(
-            url=lambda: url or self.url,
+        opening = self.sessions(url, queue=queue, poll_interval_s=poll_interval_s, now=now, cluster=cluster)
+        async with opening.connect() as transport:
+            yield transport
+
+    def sessions(
+        self,
+        url: str = "",
+        *,
+        queue: SortedSetQueue | None = None,
+        poll_interval_s: float = 1.0,
+        now: Callable[[], float] = time.time,
+        cluster: ClusterCommands | None = None,
+    ) -> RedisSortedSet:
+        """What opens sessions, one after the other."""
+        return RedisSortedSet(
+            url=self.address or (lambda: url or self.url),
             queue=queue or self.queue,
             store=self.store,
             metrics=self.metrics,
@@ -70,11 +110,11 @@ class SortedSets:
             ttl_s=3600,
             client_name="test",
             tls=RedisTls(),
-            now=time.time,
+            now=now,
             poll_interval_s=poll_interval_s,
+            cluster=cluster or self.cluster,
+            moved=self.moved,
         )
-        async with sets.connect() as transport:
-            yield transport
 
     async def add(self, body: bytes, message_id: str | None = None) -> None:
         """A message in our own format."""
@@ -109,18 +149,19 @@ class SortedSets:
 
     async def inside(self) -> Lying:
         """Look everywhere."""
-        client, name = self.client, self.queue.name
-        claimed: dict[bytes, bytes] = await client.hgetall(f"{name}:claimed")  # type: ignore[assignment]  # Bytes, as nothing is decoded.
-        letters: list[tuple[bytes, dict[bytes, bytes]]] = await client.xrange(self.queue.dead_letters) or []  # type: ignore[assignment]  # As above.
-        delayed = [*await client.zrange(self.queue.delayed, 0, -1), *await client.zrange(self.queue.retries, 0, -1)]
+        client = self.client
+        name, claimed_key, owners, index, notes, delayed_key, retries, dead_letters = self.queue.keys
+        claimed: dict[bytes, bytes] = await client.hgetall(claimed_key)  # type: ignore[assignment]  # Bytes, as nothing is decoded.
+        letters: list[tuple[bytes, dict[bytes, bytes]]] = await client.xrange(dead_letters) or []  # type: ignore[assignment]  # As above.
+        delayed = [*await client.zrange(delayed_key, 0, -1), *await client.zrange(retries, 0, -1)]
         return Lying(
             queued=Counter(map(id_in, await client.zrange(name, 0, -1))),
             claimed=Counter(map(id_in, claimed.values())),
             delayed=Counter(map(id_in, delayed)),
             dead=Counter(id_in(fields[b"request"]) for _, fields in letters),
-            owners=await client.hlen(f"{name}:claim-owners"),
-            indexed=await client.zcard(f"{name}:claims-idx"),
-            notes=await client.hlen(f"{name}:claim-notes"),
+            owners=await client.hlen(owners),
+            indexed=await client.zcard(index),
+            notes=await client.hlen(notes),
         )
 
 

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from inference_worker.ports import FLEET_SILENT_S, Beat
-from inference_worker.redis_scripts import RedisLink, Script
+from inference_worker.redis_scripts import RedisCommands, Script
 
 BEAT: Final = Script(
     """
@@ -58,9 +58,9 @@ def wish_key(queue: str) -> str:
 
 
 class RedisFleet:
-    """The fleet of `ports.py` in one Redis."""
+    """The fleet of `ports.py` in Redis. On a Cluster the queue's name has a hash tag."""
 
-    def __init__(self, link: RedisLink, *, queue: str, silent_s: float = FLEET_SILENT_S) -> None:
+    def __init__(self, link: RedisCommands, *, queue: str, silent_s: float = FLEET_SILENT_S) -> None:
         self._link = link
         self._silent_ms = max(round(silent_s * 1000), 1)
         self._workers = workers_key(queue)

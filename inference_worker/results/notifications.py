@@ -17,7 +17,7 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import NoPermissionError, RedisError
 
 from inference_worker.errors import StoreUnavailable
-from inference_worker.redis_scripts import ANSWER_S, RedisLink, RedisTls, connect, reason_of
+from inference_worker.redis_scripts import ANSWER_S, Address, RedisCommands, RedisTls, connect, reason_of, url_from
 from inference_worker.timing import ended, quietly, stopped_within
 
 log = structlog.get_logger(__name__)
@@ -41,8 +41,8 @@ class Notifications:
 
     def __init__(
         self,
-        link: RedisLink,
-        url: Callable[[], str],
+        link: RedisCommands,
+        url: Address,
         password: Callable[[], str | None],
         *,
         client_name: str,
@@ -163,7 +163,7 @@ class Notifications:
             try:
                 async with asyncio.timeout(ANSWER_S):
                     self._connection = await connect(
-                        self._url(),
+                        await url_from(self._url),
                         self._password(),
                         client_name=self._client_name,
                         tls=self._tls,

@@ -29,6 +29,7 @@ from inference_worker.ports import (
 from inference_worker.redis_scripts import (
     CLAIM,
     FINISH,
+    FINISH_IN_SLOT,
     PROBE,
     PROGRESS,
     REFUSED,
@@ -36,10 +37,11 @@ from inference_worker.redis_scripts import (
     RENEW,
     REPLAY,
     SENT,
-    RedisLink,
+    RedisCommands,
 )
+from inference_worker.redis_slots import slot_of, tag_of
 from inference_worker.results.notifications import Notifications
-from inference_worker.timing import stopped_within
+from inference_worker.timing import quietly, stopped_within
 
 ReplayRefused = Literal["completed", "running"]
 CANCELLED: Final = "infer_cancel"
@@ -48,6 +50,7 @@ CANCELLED: Final = "infer_cancel"
 DEAD_NOTE_TTL_S: Final = 30 * 86_400
 MOST_REFUSED: Final = 1_000_000
 BILLING_GROUP: Final = "billing"
+HAND_OVER_S: Final = 2.0
 LEFT_LYING_MS: Final = 60_000
 """After this time another sender takes over an event that one has taken and not removed."""
 
@@ -66,6 +69,14 @@ def claim_key(request_id: str) -> str:
     return f"infer_claim:{{{result_key(request_id)}}}"
 
 
+def slot_keys(request_id: str) -> list[str]:
+    """Result, claim and owed usage event of a request, as a Cluster has them: in one slot, whatever the id is."""
+    result, claim = result_key(request_id), claim_key(request_id)
+    if slot_of(claim) != slot_of(result):
+        claim = f"infer_claim_at:{{{tag_of(result)}}}:{request_id}"
+    return [result, claim, claim.replace("infer_claim", "infer_owed", 1)]
+
+
 def record_kept_until_ms(deadline: float, ttl_s: float) -> int:
     """When an intake's record of a job with this deadline goes."""
     return round((deadline + ttl_s + KEPT_AFTER_S) * 1000)
@@ -77,20 +88,26 @@ def probe_key(deployment_id: str, asker: str) -> str:
 
 
 class RedisStore:
-    """The result store of `ports.py` in one Redis."""
+    """The result store of `ports.py` in one Redis, or in a Cluster.
+
+    In a Cluster (`clustered`) a usage event is stored beside its result, in the same step, and goes to the outbox in
+    the next: whoever acknowledges the request's message sees to it where that was not done.
+    """
 
     def __init__(
         self,
-        link: RedisLink,
+        link: RedisCommands,
         *,
         deployment_id: str,
         replica_id: str,
         lease_s: float,
         ttl_s: float,
         notifications: Notifications | None = None,
+        clustered: bool = False,
     ) -> None:
         self._link = link
         self._notifications = notifications
+        self._clustered = clustered
         self._outbox = f"infer_usage:{deployment_id}"
         self._probe = probe_key(deployment_id, replica_id)
         self._lease_ms = round(lease_s * 1000)
@@ -98,7 +115,9 @@ class RedisStore:
 
     async def claim(self, request_id: str, attempt: int, token: Token, deadline: float) -> Claim:
         """See `ports.ResultStore`."""
-        answer = await self._link.run(CLAIM, _keys(request_id), attempt, token, self._lease_ms, round(deadline * 1000))
+        answer = await self._link.run(
+            CLAIM, self._keys(request_id), attempt, token, self._lease_ms, round(deadline * 1000)
+        )
         match answer[0]:
             case b"CLAIMED":
                 return Claimed(starts=int(answer[1]))
@@ -111,7 +130,7 @@ class RedisStore:
 
     async def renew(self, request_id: str, token: Token) -> Renewal:
         """See `ports.ResultStore`."""
-        answer = await self._link.run(RENEW, _keys(request_id), token, self._lease_ms)
+        answer = await self._link.run(RENEW, self._keys(request_id), token, self._lease_ms)
         match answer[0]:
             case b"OK":
                 return Renewed()
@@ -122,7 +141,7 @@ class RedisStore:
 
     async def release(self, request_id: str, token: Token, floor: int | None = None) -> None:
         """See `ports.ResultStore`."""
-        await self._link.run(RELEASE, _keys(request_id), token, "" if floor is None else floor, self._lease_ms)
+        await self._link.run(RELEASE, self._keys(request_id), token, "" if floor is None else floor, self._lease_ms)
 
     async def write(self, reply: Reply, usage_event: bytes | None, token: Token) -> Write:
         """See `ports.ResultStore`."""
@@ -172,7 +191,7 @@ class RedisStore:
     async def make_room(self, request_id: str, deadline: float) -> ReplayRefused | None:
         """Forget a failed result and the claim, so that the request can run anew; None where that was done."""
         record = (record_key(request_id), repr(deadline), record_kept_until_ms(deadline, self._ttl_s))
-        answer = await self._link.run(REPLAY, _keys(request_id), *record)
+        answer = await self._link.run(REPLAY, self._keys(request_id), *record)
         match answer[0]:
             case b"COMPLETED":
                 return "completed"
@@ -198,18 +217,30 @@ class RedisStore:
 
     async def progress(self, request_id: str) -> Progress:
         """See `ports.ResultStore`."""
-        running, attempts = await self._link.run(PROGRESS, [claim_key(request_id)])
+        running, attempts = await self._link.run(PROGRESS, self._keys(request_id)[1:])
         return Progress(running=bool(running), attempts=int(attempts))
 
     async def probe(self) -> None:
         """See `ports.ResultStore`."""
         await self._link.run(PROBE, [self._probe])
 
+    def _keys(self, request_id: str) -> list[str]:
+        return slot_keys(request_id)[:2] if self._clustered else [result_key(request_id), claim_key(request_id)]
+
     async def _finish(self, reply: Reply, event: bytes, token: Token, past_token: str) -> Write:
-        keys = [*_keys(reply.request_id), self._outbox]
         body = encode_reply(reply)
-        job = record_key(reply.request_id)
-        answer = await self._link.run(FINISH, keys, token, body, self._ttl_s, reply.status, event, past_token, job)
+        if self._clustered:
+            keys = slot_keys(reply.request_id)
+            answer = await self._link.run(
+                FINISH_IN_SLOT, keys, token, body, self._ttl_s, reply.status, event, past_token
+            )
+            if event and answer[0] == b"STORED":
+                # Not now: it is owed, and sent by whoever acknowledges the message.
+                await quietly(hand_over(self._link, keys[2], self._outbox, event), HAND_OVER_S, StoreUnavailable)
+        else:
+            keys = [*self._keys(reply.request_id), self._outbox]
+            job = record_key(reply.request_id)
+            answer = await self._link.run(FINISH, keys, token, body, self._ttl_s, reply.status, event, past_token, job)
         match answer[0]:
             case b"STORED":
                 return Stored()
@@ -219,11 +250,21 @@ class RedisStore:
                 return _answered(answer)
 
 
+async def hand_over(link: RedisCommands, owed: str, outbox: str, event: bytes) -> None:
+    """Put an event that is owed on a Cluster into the outbox, then forget that it is. Repeated, it is there twice.
+
+    Raises `StoreUnavailable`.
+    """
+    await link.do("XADD", outbox, "*", "event", event)
+    await link.do("DEL", owed)
+
+
 class RedisOutbox:
     """The outbox of `ports.py`: a stream of usage events, read through one group by all replicas."""
 
-    def __init__(self, link: RedisLink, *, deployment_id: str, replica_id: str) -> None:
+    def __init__(self, link: RedisCommands, *, deployment_id: str, replica_id: str, clustered: bool = False) -> None:
         self._link = link
+        self._clustered = clustered
         self._stream = f"infer_usage:{deployment_id}"
         self._refused = f"infer_usage_refused:{deployment_id}"
         self._consumer = replica_id
@@ -272,6 +313,11 @@ class RedisOutbox:
 
     async def refused(self, entry: OutboxEntry, reason: str) -> None:
         """See `ports.Outbox`."""
+        if self._clustered:
+            fields = ("event", entry.event, "reason", reason[:500])
+            await self._link.do("XADD", self._refused, "MAXLEN", "~", MOST_REFUSED, "*", *fields)
+            await self.sent([entry])
+            return
         keys = [self._stream, self._refused]
         await self._link.run(REFUSED, keys, BILLING_GROUP, entry.entry_id, entry.event, reason[:500], MOST_REFUSED)
 
@@ -288,10 +334,6 @@ class RedisOutbox:
             if "BUSYGROUP" not in str(exc):
                 raise
         self._has_group = True
-
-
-def _keys(request_id: str) -> list[str]:
-    return [result_key(request_id), claim_key(request_id)]
 
 
 def _answered(answer: Sequence[Any]) -> AlreadyAnswered:

@@ -11,16 +11,19 @@ and the connection only tells whether Redis is there.
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final
 
+import structlog
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import RedisError, ResponseError
 
 from inference_worker.errors import TransportLost
-from inference_worker.redis_scripts import Argument, RedisTls, connect, reason_of
+from inference_worker.redis_scripts import Address, Argument, RedisTls, connect, reason_of, url_from
 from inference_worker.timing import ended, quietly
+
+log = structlog.get_logger(__name__)
 
 CONNECT_S: Final = 10.0
 ANSWER_S: Final = 5.0
@@ -29,11 +32,11 @@ ANSWER_S: Final = 5.0
 class KeyWatch:
     """Is told of changes from the moment that a key was read by it."""
 
-    def __init__(self, connection: AbstractConnection) -> None:
+    def __init__(self, connection: AbstractConnection, changed: asyncio.Event | None = None) -> None:
         self._connection = connection
         self._asked: deque[asyncio.Future[Any]] = deque()
         self._gone: TransportLost | None = None
-        self.changed = asyncio.Event()
+        self.changed = changed or asyncio.Event()
         """Set when something has changed; who looks clears it first."""
         self.hears = False
 
@@ -108,9 +111,26 @@ class KeyWatch:
                 answer.set_result(said)
 
 
+class KeyWatches:
+    """Several of them as one: each server tells only of its own keys."""
+
+    def __init__(self, changed: asyncio.Event, watches: Sequence[KeyWatch]) -> None:
+        self.changed = changed
+        self._watches = watches
+
+    async def ping(self) -> None:
+        """See whether all connections are alive. Raises: TransportLost."""
+        await asyncio.gather(*(watch.ping() for watch in self._watches))
+
+
 @asynccontextmanager
 async def watching(
-    url: Callable[[], str], *options: str, client_name: str, tls: RedisTls, lost: Callable[[TransportLost], None]
+    url: Address,
+    *options: str,
+    client_name: str,
+    tls: RedisTls,
+    lost: Callable[[TransportLost], None],
+    changed: asyncio.Event | None = None,
 ) -> AsyncGenerator[KeyWatch, None]:
     """An open watch; `lost` is called where its connection goes. `options` are those of CLIENT TRACKING.
 
@@ -119,10 +139,11 @@ async def watching(
     try:
         async with asyncio.timeout(CONNECT_S):
             # What is pushed comes between answers, which only RESP3 knows.
-            connection = await connect(url(), None, client_name=client_name, tls=tls, within_s=CONNECT_S, resp=3)
+            server = await url_from(url)
+            connection = await connect(server, None, client_name=client_name, tls=tls, within_s=CONNECT_S, resp=3)
     except (RedisError, OSError, TimeoutError, ValueError) as exc:
         raise TransportLost(reason_of(exc)) from exc
-    watch = KeyWatch(connection)
+    watch = KeyWatch(connection, changed)
 
     async def hear() -> None:
         lost(await watch.listen())
@@ -134,3 +155,20 @@ async def watching(
     finally:
         await ended(hearing)
         await quietly(connection.disconnect(nowait=True), 1.0, RedisError, OSError)
+
+
+@asynccontextmanager
+async def watching_all(
+    urls: Sequence[Address], *options: str, client_name: str, tls: RedisTls, lost: Callable[[TransportLost], None]
+) -> AsyncGenerator[KeyWatches, None]:
+    """A watch on each of these servers, as `watching`. One that cannot be reached is left out."""
+    changed = asyncio.Event()
+    watches: list[KeyWatch] = []
+    async with AsyncExitStack() as opened:
+        for url in urls:
+            watch = watching(url, *options, client_name=client_name, tls=tls, lost=lost, changed=changed)
+            try:
+                watches.append(await opened.enter_async_context(watch))
+            except TransportLost as exc:
+                log.warning("a server does not tell of changes: what changes there is seen later", reason=str(exc))
+        yield KeyWatches(changed, watches)

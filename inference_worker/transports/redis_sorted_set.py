@@ -5,13 +5,17 @@ A session is three connections: one does the work, one is told when the queue ch
 Every settlement is one script that first looks whether the claim is this session's.
 
 A request in an envelope has its result sent to a list, once: the terminal result that all workers know it by says
-whether that was done, and who finds one that was not sends it. Needs a Redis, or Valkey, that is no Cluster.
+whether that was done, and who finds one that was not sends it.
+
+On a Cluster a session is with the server that has the queue; what lies elsewhere is reached through the `RedisCluster`
+that its store has, too, and settled in steps (`sorted_set_cluster.py`).
 """
 
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any, Final, assert_never
 
@@ -38,11 +42,12 @@ from inference_worker.llmd_messages import to_request, with_payload
 from inference_worker.messages import ErrorCode, KnownReply, Reply, encode_reply, known_reply
 from inference_worker.metrics import WorkerMetrics
 from inference_worker.ports import Backlog, Delivery, ResultStore
-from inference_worker.redis_scripts import RedisLink, RedisTls
+from inference_worker.redis_scripts import Address, ClusterCommands, RedisCommands, RedisLink, RedisTls
 from inference_worker.results.redis import DEAD_NOTE_TTL_S, claim_key, result_key
 from inference_worker.settling import bury, death_note, release, store_reply
 from inference_worker.timing import ended, first_of, quietly, stopped_within
-from inference_worker.transports.key_watch import KeyWatch, watching
+from inference_worker.transports.key_watch import KeyWatch, KeyWatches, watching, watching_all
+from inference_worker.transports.sorted_set_cluster import AcrossSlots, Ending
 from inference_worker.transports.sorted_set_members import (
     CANCELS,
     PAYLOADS,
@@ -69,6 +74,7 @@ from inference_worker.transports.sorted_set_scripts import (
     SETTLE,
     SORTED_SET_SCRIPTS,
     TAKE,
+    TAKE_IN_SLOT,
     TIDY,
 )
 from inference_worker.transports.stream_hands import MOST_BYTES, Appetite, Hands, Receipt, receipt_of
@@ -110,11 +116,12 @@ MOST_AT_ONCE: Final = 1000
 MOST_MOVED: Final = 100
 """Lapsed claims, and retries, that one look puts back."""
 
+MOST_LEFT_BEHIND: Final = 16
 MOST_LAPSES: Final = 100
 """Deliveries whose holder went silent before a member counts as poison; a last line behind the crashes that are counted
 for a request while it runs."""
 
-REFUSED: Final = ("ReadOnlyError", "NoPermissionError", "ResponseError")
+REFUSED: Final = ("ReadOnlyError", "NoPermissionError", "ResponseError", "MovedError")
 """How the reasons begin that end a session: the server may be the wrong one by now. Full memory is none of them."""
 
 POISON: Final = "its holders went silent {} times"
@@ -127,7 +134,7 @@ class RedisSortedSet:
     def __init__(
         self,
         *,
-        url: Callable[[], str],
+        url: Address,
         queue: SortedSetQueue,
         store: ResultStore,
         metrics: WorkerMetrics,
@@ -140,10 +147,22 @@ class RedisSortedSet:
         tls: RedisTls,
         now: Callable[[], float],
         poll_interval_s: float = LOOK_S,
+        cluster: ClusterCommands | None = None,
+        moved: Callable[[], int] | None = None,
     ) -> None:
-        """`lease_s` is a member's in our hands, `hold_s` a request's that the processor has claimed in the store."""
-        self._url = url
-        self.queue = queue
+        """`lease_s` is a member's in our hands, `hold_s` a request's that the processor has claimed in the store.
+
+        With a `cluster` it has the queue, and `url` is not asked; the `store` is one that is clustered. `moved` counts
+        how often `url` has come to lead elsewhere: a session from before ends.
+        """
+        self._url = url if cluster is None else cluster.address_of(queue.name)
+        self.cluster = cluster
+        self.moved = moved or (lambda: 0)
+        self.stays = cluster is None and moved is None
+        """The queue lies with one server for ever."""
+        self.left_behind: deque[str] = deque(maxlen=MOST_LEFT_BEHIND)
+        """Sessions that could not give back what was claimed for them."""
+        self.queue = queue if cluster is None else replace(queue, clustered=True)
         self.store = store
         self.metrics = metrics
         self.outbox = f"infer_usage:{deployment_id}"
@@ -170,18 +189,34 @@ class RedisSortedSet:
 
         link = RedisLink(self._url, lambda: None, client_name=self._client_name, tls=self._tls)
         name, tls = self._client_name, self._tls
+        moved_at = self.moved()
         async with (
             watching(self._url, client_name=name, tls=tls, lost=lost) as changes,
-            watching(self._url, "BCAST", "PREFIX", CANCELS, client_name=name, tls=tls, lost=lost) as cancels,
+            self._cancellations(lost) as cancels,
             link.open(),
         ):
-            session = SortedSetTransport(self, link, changes, cancels)
+            session = SortedSetTransport(self, link, changes, cancels, moved_at)
             try:
                 await session.begin()
                 yield session
             finally:
                 session.lose("closed by us")
                 await session.end()
+
+    def _cancellations(
+        self, lost: Callable[[TransportLost], None]
+    ) -> AbstractAsyncContextManager[KeyWatch | KeyWatches]:
+        """Be told of what producers cancel, wherever that is said."""
+        name, tls, options = self._client_name, self._tls, ("BCAST", "PREFIX", CANCELS)
+        if self.cluster is None:
+            return watching(self._url, *options, client_name=name, tls=tls, lost=lost)
+        servers = [self.cluster.address_at(master) for master in self.cluster.masters]
+        return watching_all(servers, *options, client_name=name, tls=tls, lost=lost)
+
+    @property
+    def masters(self) -> tuple[str, ...]:
+        """Of the Cluster, where it is on one."""
+        return () if self.cluster is None else self.cluster.masters
 
     def say(self, what: str, reason: str = "", **context: object) -> None:
         """Warn, once per change of reason."""
@@ -197,7 +232,15 @@ class RedisSortedSet:
 class SortedSetTransport:
     """One session. See `ports.Transport`."""
 
-    def __init__(self, sets: RedisSortedSet, link: RedisLink, changes: KeyWatch, cancels: KeyWatch) -> None:
+    def __init__(
+        self,
+        sets: RedisSortedSet,
+        link: RedisLink,
+        changes: KeyWatch,
+        cancels: KeyWatch | KeyWatches,
+        moved_at: int,
+    ) -> None:
+        """`moved_at` is what `RedisSortedSet.moved` said before the connections were opened."""
         self._sets = sets
         self._queue = sets.queue
         self._keys = sets.queue.keys
@@ -205,6 +248,10 @@ class SortedSetTransport:
         self._link = link
         self._changes = changes
         self._cancels = cancels
+        self._across = None if sets.cluster is None else _across(sets, link, sets.cluster)
+        """For what lies in other slots; None where there are none."""
+        self._masters, self._moved_at = sets.masters, moved_at
+        self._take_script = TAKE if sets.cluster is None else TAKE_IN_SLOT
         self.session = secrets.token_hex(8)
         self._number = 0
         """Of the next claim."""
@@ -247,6 +294,7 @@ class SortedSetTransport:
         )
         try:
             await self._take(0)
+            await self._tidy_up_behind()
         except StoreUnavailable as exc:
             raise TransportLost(str(exc)) from exc
         if not self._changes.hears:
@@ -256,6 +304,14 @@ class SortedSetTransport:
             asyncio.create_task(self._keep_ours(), name="sorted set leases"),
             asyncio.create_task(self._heed_cancellations(), name="sorted set cancellations"),
         ]
+        if not self._sets.stays:
+            self._tasks.append(asyncio.create_task(self._heed_the_servers(), name="sorted set servers"))
+
+    async def _tidy_up_behind(self) -> None:
+        """Give back what sessions before this one could not, as the server was gone. Raises StoreUnavailable."""
+        for session in tuple(self._sets.left_behind):
+            await self._link.run(LEAVE, self._keys, session)
+            self._sets.left_behind.remove(session)
 
     def lose(self, why: str) -> None:
         """The session is over, and with it the right to settle what came by it."""
@@ -270,7 +326,8 @@ class SortedSetTransport:
         """Give back what is claimed for us, so that nobody waits for our lease."""
         for task in self._tasks:
             await ended(task)
-        await quietly(self._link.run(LEAVE, self._keys, self.session), CLOSE_S, StoreUnavailable)
+        if not await quietly(self._link.run(LEAVE, self._keys, self.session), CLOSE_S, StoreUnavailable):
+            self._sets.left_behind.append(self.session)
 
     def _alive(self) -> None:
         if self.lost.is_set():
@@ -332,7 +389,8 @@ class SortedSetTransport:
         self._turn.clear()
         if not self._consuming:
             self._resting.set()
-            await self._rest(LOOK_S)
+            # Not until the queue changes: nobody would take note of it, and this would go round without a pause.
+            await self._rest(LOOK_S, self._turn)
             return
         await self._give_back(self._hands.take_back(loop.time()))
         if self._changes.changed.is_set():
@@ -343,7 +401,7 @@ class SortedSetTransport:
         if self._turn.is_set() or (self._more and self._wanted) or not self._consuming:
             return
         if not self._wanted or await self._seen_empty():
-            await self._rest(max(self._look_at - loop.time(), 0.001))
+            await self._rest(max(self._look_at - loop.time(), 0.001), self._turn, self._changes.changed)
 
     async def _seen_empty(self) -> bool:
         """See whether the queue is empty, in the same step as asking to be told once it is not."""
@@ -355,10 +413,10 @@ class SortedSetTransport:
         self._heard_at = asyncio.get_running_loop().time()
         return self._dry
 
-    async def _rest(self, seconds: float) -> None:
+    async def _rest(self, seconds: float, *events: asyncio.Event) -> None:
         """Wait until there is something to do, and see meanwhile whether the connections are still there."""
         loop = asyncio.get_running_loop()
-        await first_of(self._turn, self.lost, self._changes.changed, within_s=seconds)
+        await first_of(self.lost, *events, within_s=seconds)
         if loop.time() - self._heard_at >= LOOK_S and not self.lost.is_set():
             await asyncio.gather(self._changes.ping(), self._cancels.ping())
             self._heard_at = loop.time()
@@ -394,7 +452,7 @@ class SortedSetTransport:
         first, self._number = self._number, self._number + wanted
         self._dry = False
         wait_ms, rows, full = await self._link.run(
-            TAKE, self._keys, self.session, first, self._sets.lease_s, wanted, MOST_MOVED, MOST_BYTES
+            self._take_script, self._keys, self.session, first, self._sets.lease_s, wanted, MOST_MOVED, MOST_BYTES
         )
         self._more = len(rows) >= wanted or bool(full)
         await self._arrived(taken_of(rows))
@@ -438,13 +496,17 @@ class SortedSetTransport:
             return
         self._sets.appetite.saw([len(taken.member) for taken in members])
         read = [read_taken(taken, self._queue) for taken in members]
-        payloads = await self._payloads([claim for claim, _ in read])
+        claims = [claim for claim, _ in read]
+        payloads = await self._payloads(claims)
+        cancelled = {claim.taken.claim_id for claim in claims if claim.taken.cancelled}
+        if self._across is not None:
+            cancelled |= await self._across.cancelled(claims)
         endings: list[tuple[Delivery, Disposition | None]] = []
         for claim, why in read:
             delivery, ending = self._delivery(claim, why, payloads)
             # Ours already: its lease had lapsed, or it is the copy that a retry of ours has placed. Another claim.
             self._hands.replaced(claim.taken.entry_id)
-            if ending is None and not claim.taken.cancelled:
+            if ending is None and claim.taken.claim_id not in cancelled:
                 self._hands.put(delivery)
             else:
                 self._unseen.add(claim.taken.number)
@@ -458,6 +520,8 @@ class SortedSetTransport:
         if not refs:
             return {}
         try:
+            if self._across is not None:
+                return await self._across.payloads(refs)
             found = await self._link.do("MGET", *refs)
         except StoreUnavailable:
             # The next look finds them as claims of ours that are in nobody's hands.
@@ -592,12 +656,16 @@ class SortedSetTransport:
             if lost:
                 self._something.set()
                 self._turn.set()
+            if self._across is not None:
+                kept = [_claim_of(delivery) for claim_id, delivery in some.items() if claim_id not in lost]
+                cancelled = await self._across.cancelled(kept)
             await asyncio.gather(*(self._cancel(_claim_of(some[claim_id])) for claim_id in cancelled))
 
     def _kept(self, delivery: Delivery) -> tuple[bytes | str, ...]:
         claim = _claim_of(delivery)
         owner = self._owner(receipt_of(delivery).count)
-        return (claim.taken.claim_id, owner, claim.taken.score, claim.cancel_key, claim.taken.token)
+        cancel_key = claim.cancel_key if self._across is None else ""
+        return (claim.taken.claim_id, owner, claim.taken.score, cancel_key, claim.taken.token)
 
     async def _cancel(self, claim: Claim) -> None:
         """A terminal result closes the call that runs, or keeps it from beginning; its message is sent with the ack."""
@@ -611,6 +679,24 @@ class SortedSetTransport:
             self._cancels.changed.clear()
             await self._keep_all()
             await stopped_within(self.lost, CANCEL_PAUSE_S)
+
+    async def _heed_the_servers(self) -> None:
+        """Once a second: see who the servers are, and bring back what other programs keep in a set of all queues."""
+        what = "retries of other programs could not be brought back"
+        while not await stopped_within(self.lost, LOOK_S):
+            if (self._sets.masters, self._sets.moved()) != (self._masters, self._moved_at):
+                self.lose("the queue has come to lie with another server")
+                return
+            if self._across is None:
+                continue
+            try:
+                await self._across.bring_back()
+            except StoreUnavailable as exc:
+                self._sets.say(what, str(exc))
+            except Exception:  # A fault of ours costs a turn, not the session.
+                log.exception(what)
+            else:
+                self._sets.well(what)
 
     async def _tidy(self) -> None:
         try:
@@ -693,13 +779,18 @@ class SortedSetTransport:
             note = b""
             if isinstance(disposition, DeadLetter):
                 note = death_note(reply.request_id, disposition, self._sets.now())
+            token = disposition.claim.token if disposition.claim is not None else ""
+            if self._across is not None:
+                ending = Ending(reply=reply, token=token, event=event or b"", note=note)
+                answer = await self._across.conclude(self._right_to(delivery), claim, ending, letter)
+                return self._concluded(receipt, answer, how)
             listed = claim.result_list != ""
             keys = claim.keys(self._sets.outbox) if listed else request_keys(reply.request_id, self._sets.outbox)
             answer = await self._link.run(
                 CONCLUDE,
                 [*self._keys, *keys],
                 *self._right_to(delivery),
-                *(disposition.claim.token if disposition.claim is not None else "",),
+                token,
                 *(sent(reply) if listed else encode_reply(reply), self._sets.ttl_s, reply.status, event or b""),
                 *(record_key(reply.request_id), note, DEAD_NOTE_TTL_S),
                 *(claim.message(reply) if listed else b"", claim.result_ttl_s, claim.taken.token),
@@ -709,6 +800,9 @@ class SortedSetTransport:
             return self._unclear(receipt, exc)
         if answer[0] in (b"GONE", b"THEIRS"):
             return await self._settle_late(disposition)
+        return self._concluded(receipt, answer, how)
+
+    def _concluded(self, receipt: Receipt, answer: Sequence[Any], how: DispositionName) -> Settlement:
         if answer[0] == b"STORED":
             return self._settled(receipt, answer[1], how, stored=True)
         return _not_stored(answer)
@@ -716,8 +810,10 @@ class SortedSetTransport:
     async def _acknowledge(self, delivery: Delivery, how: DispositionName, letter: Sequence[str | bytes]) -> Settlement:
         """End the claim; send the result where one is stored that was not sent. Raises StoreUnavailable."""
         receipt, claim = receipt_of(delivery), _claim_of(delivery)
-        keys = [*self._keys, *(claim.keys(self._sets.outbox) if claim.result_list else [])]
         right = self._right_to(delivery)
+        if self._across is not None:
+            return self._settled(receipt, await self._across.acknowledge(right, claim, letter), how, stored=False)
+        keys = [*self._keys, *(claim.keys(self._sets.outbox) if claim.result_list else [])]
         said = await self._link.run(SETTLE, keys, *right, PUSHED, "", 0, "", "", *letter)
         if said[0] == b"OWED":
             reply = stored_reply(claim.generation, bytes(said[1]))
@@ -733,14 +829,18 @@ class SortedSetTransport:
         keys = [*self._keys, result_key(hold.request_id), claim_key(hold.request_id)]
         copy = claim.copy(disposition.attempts)
         while not self.lost.is_set():
+            right = self._right_to(delivery)
             try:
-                answer = await self._link.run(
-                    RETRY,
-                    keys,
-                    *self._right_to(delivery),
-                    *(hold.token, disposition.attempts, self._sets.hold_ms, disposition.delay_s),
-                    *(copy, 1 if claim.envelope is not None else 0),
-                )
+                if self._across is not None:
+                    answer = await self._across.retry(right, claim, hold, disposition.attempts, disposition.delay_s)
+                else:
+                    answer = await self._link.run(
+                        RETRY,
+                        keys,
+                        *right,
+                        *(hold.token, disposition.attempts, self._sets.hold_ms, disposition.delay_s),
+                        *(copy, 1 if claim.envelope is not None else 0),
+                    )
             except StoreUnavailable as exc:
                 self._unclear(receipt, exc)
                 self._sets.metrics.publish_failed("unconfirmed")
@@ -759,7 +859,9 @@ class SortedSetTransport:
         """Give it back, uncounted; where Redis does not answer, by letting go: then it is back after the lease."""
         receipt = receipt_of(delivery)
         keys = [*self._keys]
-        if hold is not None:
+        if hold is not None and self._across is not None:
+            await release(self._store, hold)
+        elif hold is not None:
             keys += [result_key(hold.request_id), claim_key(hold.request_id)]
         token = hold.token if hold is not None else ""
         claim_id, owner = self._right_to(delivery)
@@ -826,7 +928,7 @@ class SortedSetTransport:
 
 
 async def place(
-    link: RedisLink,
+    link: RedisCommands,
     queue: SortedSetQueue,
     body: bytes,
     message_id: str | None,
@@ -842,7 +944,7 @@ async def place(
     await link.run(PUBLISH, queue.keys, body, repr(own_score(body, now)), message_id or "", *beside)
 
 
-async def sorted_set_backlog(link: RedisLink, queue: SortedSetQueue) -> Backlog:
+async def sorted_set_backlog(link: RedisCommands, queue: SortedSetQueue) -> Backlog:
     """Count what waits, without a session. Retries in envelopes are those of all queues that share their set.
 
     Raises `StoreUnavailable`.
@@ -857,13 +959,25 @@ async def sorted_set_backlog(link: RedisLink, queue: SortedSetQueue) -> Backlog:
     )
 
 
-async def expiring(link: RedisLink, queue: SortedSetQueue, windows_s: Sequence[float], now: float) -> list[int]:
+async def expiring(link: RedisCommands, queue: SortedSetQueue, windows_s: Sequence[float], now: float) -> list[int]:
     """How many of those that wait expire within each window; the fraction of a score is no part of a deadline.
 
     Raises `StoreUnavailable`.
     """
     ends = (int(now + within_s) + 1 for within_s in windows_s)
     return list(await asyncio.gather(*(link.do("ZCOUNT", queue.name, "-inf", f"({end}") for end in ends)))
+
+
+def _across(sets: RedisSortedSet, link: RedisLink, cluster: ClusterCommands) -> AcrossSlots:
+    return AcrossSlots(
+        link,
+        cluster,
+        sets.queue,
+        outbox=sets.outbox,
+        lease_s=sets.lease_s,
+        hold_ms=sets.hold_ms,
+        ttl_s=sets.ttl_s,
+    )
 
 
 def _claim_of(delivery: Delivery) -> Claim:

@@ -31,6 +31,7 @@ from inference_worker.messages import (
     encode_reply,
 )
 from inference_worker.ports import Route
+from inference_worker.redis_slots import beside
 from inference_worker.results.redis import claim_key, result_key
 from inference_worker.transports.sorted_set_scripts import PUSHED
 
@@ -50,7 +51,7 @@ class SortedSetQueue:
     queue_id: str = ""
     """The name, where it has none of its own."""
     retries: str = RETRY_QUEUE
-    """One set for all queues of a process."""
+    """One set for all queues of a process; on a Cluster each queue has its own, in its slot."""
     results: str = ""
     """The list for its results, whatever the messages ask for; empty where they may choose."""
     default_results: str = RESULT_LIST
@@ -61,23 +62,32 @@ class SortedSetQueue:
     """Where a request in an envelope names no endpoint."""
     route: Route | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
+    clustered: bool = False
+    """It is on a Cluster: all its keys lie in its slot, by a hash tag (`{<queue>}:claimed`)."""
 
     @property
     def dead_letters(self) -> str:
         """The stream of what ended as no result or as a failure beyond repair."""
-        return f"{self.name}:dead"
+        return self._beside("dead")
 
     @property
     def delayed(self) -> str:
         """Retries in our own format."""
-        return f"{self.name}:delayed"
+        return self._beside("delayed")
+
+    @property
+    def own_retries(self) -> str:
+        """Where its retries in envelopes are put."""
+        return self._beside(self.retries) if self.clustered else self.retries
 
     @property
     def keys(self) -> list[str]:
         """As every script has them."""
-        name = self.name
-        book = [name, f"{name}:claimed", f"{name}:claim-owners", f"{name}:claims-idx", f"{name}:claim-notes"]
-        return [*book, self.delayed, self.retries, self.dead_letters]
+        book = [self._beside(name) for name in ("claimed", "claim-owners", "claims-idx", "claim-notes")]
+        return [self.name, *book, self.delayed, self.own_retries, self.dead_letters]
+
+    def _beside(self, name: str) -> str:
+        return beside(self.name, name) if self.clustered else f"{self.name}:{name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,12 +141,21 @@ class Claim:
 
     def keys(self, outbox: str) -> list[str]:
         """Those of the request's end, for one that goes to a list."""
-        payload = self.envelope.routing.payload_ref if self.envelope is not None else ""
         return [
             *request_keys(self.generation, outbox),
-            *(self.result_list, ACTIVE + self.request_id, CANCELS + self.request_id),
-            payload if payload.startswith(PAYLOADS) else f"{PAYLOADS}{self.request_id}:{self.taken.token}",
+            *(self.result_list, ACTIVE + self.request_id, CANCELS + self.request_id, self.payload_key),
         ]
+
+    @property
+    def lies_apart(self) -> bool:
+        """Its payload has a key of its own, or may have one."""
+        return self.envelope is None or self.envelope.routing.payload_ref != ""
+
+    @property
+    def payload_key(self) -> str:
+        """Where its payload lies, if it lies apart."""
+        payload = self.envelope.routing.payload_ref if self.envelope is not None else ""
+        return payload if payload.startswith(PAYLOADS) else f"{PAYLOADS}{self.request_id}:{self.taken.token}"
 
     def message(self, reply: Reply) -> bytes:
         """What its list gets."""

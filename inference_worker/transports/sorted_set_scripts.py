@@ -143,10 +143,7 @@ end
 """
 """Sending a result to its list; after `BOOK`."""
 
-TAKE: Final = Script(
-    PRELUDE
-    + BOOK
-    + """
+_DUE: Final = """
 -- ARGV session, number of the first claim, lease s, most claims, most moved, most bytes
 local now, lease, most_moved = seconds(), tonumber(ARGV[3]), tonumber(ARGV[5])
 local most, bytes_left = tonumber(ARGV[4]), tonumber(ARGV[6])
@@ -171,6 +168,8 @@ while moved < most_moved do
   redis.call('ZREM', KEYS[6], member)
   moved = moved + 1
 end
+"""
+_RETRIES_OF_ALL: Final = """
 local stuck = false
 while moved < most_moved do
   local member = next_due(KEYS[7])
@@ -196,6 +195,8 @@ while moved < most_moved do
   redis.call('ZREM', KEYS[7], member)
   moved = moved + 1
 end
+"""
+_EARLIEST: Final = """
 local wait = -1
 for at = 6, 7 do
   local due = redis.call('ZRANGE', KEYS[at], 0, 0, 'WITHSCORES')[2]
@@ -217,14 +218,19 @@ while #rows < most and bytes_left > 0 do
   redis.call('HSET', KEYS[3], claim, ARGV[1] .. ':' .. number)
   redis.call('ZADD', KEYS[4], math.min(now + lease, math.max(tonumber(score), now) + 300), claim)
   redis.call('ZREM', KEYS[1], member)
+"""
+_CANCELLED: Final = """
   local cancelled = token ~= '' and redis.call('GET', 'request-cancel:' .. id) == token and 1 or 0
+"""
+_TAKEN: Final = """
   rows[#rows + 1] = {claim, number, member, score, token, cancelled, note.a or 0, note.d, note.l or 0,
     note.m or '', note.h or {}}
   number, bytes_left = number + 1, bytes_left - #member
 end
 return {wait < 0 and -1 or math.ceil(wait * 1000), rows, bytes_left > 0 and 0 or 1}
 """
-)
+
+TAKE: Final = Script(PRELUDE + BOOK + _DUE + _RETRIES_OF_ALL + _EARLIEST + _CANCELLED + _TAKEN)
 """Give back what its holder has not kept, show the retries that are due, and take the earliest deadlines.
 
 A claim ends five minutes after the deadline at the latest, as theirs do. A member that is there again while it is
@@ -306,6 +312,19 @@ return {'DONE'}
 """End the claim of what has no reply to store. One that was stored without being sent is owed to its list: by a holder
 that was late, or by who cancelled it."""
 
+_COPYING: Final = """
+-- The copy with its time, and what it cannot say by itself.
+local note = note_of(KEYS[5], ARGV[1])
+if not note.s then note.s = score_of(ARGV[7], now) end
+note.a, note.d, note.l = tonumber(ARGV[4]), 0, 0
+write_note(KEYS[5], ARGV[1], note, now + delay)
+if delay > 0 then
+  redis.call('ZADD', ARGV[8] == '1' and KEYS[7] or KEYS[6], now + delay, ARGV[7])
+else
+  redis.call('ZADD', KEYS[1], note.s, ARGV[7])
+end
+"""
+
 RETRY: Final = Script(
     PRELUDE
     + RELEASING
@@ -326,15 +345,9 @@ local now, delay = seconds(), tonumber(ARGV[6])
 if c[1] and c[1] ~= ARGV[3] and tonumber(c[2]) > now * 1000 then
   return {'BUSY', math.ceil(tonumber(c[2]) - now * 1000)}
 end
-local note = note_of(KEYS[5], ARGV[1])
-if not note.s then note.s = score_of(ARGV[7], now) end
-note.a, note.d, note.l = tonumber(ARGV[4]), 0, 0
-write_note(KEYS[5], ARGV[1], note, now + delay)
-if delay > 0 then
-  redis.call('ZADD', ARGV[8] == '1' and KEYS[7] or KEYS[6], now + delay, ARGV[7])
-else
-  redis.call('ZADD', KEYS[1], note.s, ARGV[7])
-end
+"""
+    + _COPYING
+    + """
 redis.call('HDEL', KEYS[10], 'holder', 'until')
 local floor = tonumber(c[3] or '0')
 -- A copy that is no attempt (a gate was closed) is no news of those who died while running it.
@@ -434,5 +447,74 @@ return page[1]
 """
 )
 """Forget, a page at a time, notes that nobody needs any more."""
+
+# ---------------------------------------------------------------- a queue on a Cluster, all of whose keys share a slot
+
+TAKE_IN_SLOT: Final = Script(
+    PRELUDE
+    + BOOK
+    + _DUE
+    + """
+-- Its own: nothing else lies in its slot, and nothing there is of another queue.
+local stuck = false
+while moved < most_moved do
+  local member = next_due(KEYS[7])
+  if not member then break end
+  local note = note_of(KEYS[5], claim_id_of(member))
+  if type(redis.pcall('ZADD', KEYS[1], note.s or score_of(member, now), member)) == 'table' then break end
+  redis.call('ZREM', KEYS[7], member)
+  moved = moved + 1
+end
+"""
+    + _EARLIEST
+    + """
+  local cancelled = 0
+"""
+    + _TAKEN
+)
+"""`TAKE`, but for what lies elsewhere: what is cancelled is asked for afterwards."""
+
+FENCE: Final = Script(
+    PRELUDE
+    + BOOK
+    + """
+-- ARGV claim, owner, lease s, score
+if not mine(ARGV[1], ARGV[2]) then return {whose(ARGV[1])} end
+may_forget()
+local now = seconds()
+redis.call('ZADD', KEYS[4], math.min(now + tonumber(ARGV[3]), math.max(tonumber(ARGV[4]), now) + 300), ARGV[1])
+return {'OURS'}
+"""
+)
+"""Whether a claim is ours, and another lease for what is done elsewhere before it is ended."""
+
+COPY: Final = Script(
+    PRELUDE
+    + BOOK
+    + """
+-- ARGV claim, owner, -, attempts of the copy, -, delay s, the copy, '1' where it is in an envelope
+if not mine(ARGV[1], ARGV[2]) then return {whose(ARGV[1])} end
+may_forget()
+local now, delay = seconds(), tonumber(ARGV[6])
+"""
+    + _COPYING
+    + """
+forget(ARGV[1])
+return {'DONE'}
+"""
+)
+"""What of `RETRY` is the queue's."""
+
+BRING: Final = Script(
+    PRELUDE
+    + BOOK
+    + """
+-- ARGV member
+local note = note_of(KEYS[5], claim_id_of(ARGV[1]))
+redis.call('ZADD', KEYS[1], note.s or score_of(ARGV[1], seconds()), ARGV[1])
+return 1
+"""
+)
+"""A retry that was due elsewhere, back in its queue."""
 
 SORTED_SET_SCRIPTS: Final = (TAKE, KEEP, CONCLUDE, SETTLE, RETRY, HAND_BACK, LEAVE, PUBLISH, BACKLOG, TIDY)

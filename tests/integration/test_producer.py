@@ -160,7 +160,7 @@ async def test_a_cancelled_id_has_its_token_in_its_mark_and_an_unknown_one_has_n
     assert await producer.cancel("r1") == await producer.cancel(submission) == ["r1"]
 
 
-async def test_a_submission_that_is_cancelled_does_not_take_a_later_one_of_its_id_with_it(
+async def test_a_submission_that_is_cancelled_does_not_take_a_later_one_of_its_id_with_it_case_346(
     producer: Producer, redis_client: RedisClient
 ) -> None:
     first = await producer.submit(request())
@@ -278,7 +278,7 @@ async def test_thousands_go_in_chunk_by_chunk_and_it_is_said_how_far_it_went(
     assert not raised.value.maybe
 
 
-async def test_results_of_single_requests_can_have_a_list_of_their_own(
+async def test_results_of_single_requests_can_have_a_list_of_their_own_case_348(
     producer: Producer, redis_url: str, go: GoLike, redis_client: RedisClient
 ) -> None:
     submission = await producer.submit(request(result_queue="mailbox"))

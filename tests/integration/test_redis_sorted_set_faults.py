@@ -168,7 +168,7 @@ async def conserved(sets: SortedSets, *names: str, dead: int = 0) -> None:
         pytest.param(LEAVE, None, id="leave"),
     ],
 )
-async def test_a_worker_that_dies_at_any_step_loses_and_doubles_nothing(
+async def test_a_worker_that_dies_at_any_step_loses_and_doubles_nothing_case_352(
     script: Script,
     make: Callable[[Hold], Disposition] | None,
     done: bool,
@@ -283,7 +283,7 @@ async def test_claims_whose_answer_was_lost_come_back_at_the_next_look(
     await conserved(sets, "a")
 
 
-async def test_what_a_session_takes_again_is_another_delivery(sets: SortedSets) -> None:
+async def test_what_a_session_takes_again_is_another_delivery_case_344(sets: SortedSets) -> None:
     """Its renewals came too late, and nobody else was there: the first one is nobody's, the second is handed up."""
     await sets.submit("a", "tok")
     async with sets.session() as transport, transport.consuming(2):
@@ -422,7 +422,7 @@ async def test_what_is_held_for_many_leases_stays_its_holders(sets: SortedSets) 
 # ---------------------------------------------------------------- a server that will not, or cannot now
 
 
-async def test_where_memory_is_full_nothing_is_half_done_case_74(on_own_redis: tuple[SortedSets, Redis]) -> None:
+async def test_where_memory_is_full_nothing_is_half_done_case_74_354(on_own_redis: tuple[SortedSets, Redis]) -> None:
     sets, _ = on_own_redis
     for name in "abc":
         await sets.submit(name, "tok")
@@ -468,7 +468,7 @@ async def test_a_copy_that_cannot_be_placed_goes_back_uncounted(
 
 
 @pytest.mark.parametrize("how", ["READONLY", "NOREPLICAS"])
-async def test_a_session_with_a_server_that_refuses_writes_goes_on_where_it_takes_them_again(
+async def test_a_session_with_a_server_that_refuses_writes_goes_on_where_it_takes_them_again_case_354(
     how: str, on_own_redis: tuple[SortedSets, Redis]
 ) -> None:
     sets, _ = on_own_redis
@@ -594,3 +594,18 @@ async def test_a_user_who_lacks_a_command_loses_and_doubles_nothing(
 
 def test_every_script_has_a_name_of_its_own() -> None:
     assert len({script.sha for script in SORTED_SET_SCRIPTS}) == len(SORTED_SET_SCRIPTS)
+
+
+async def test_what_a_session_could_not_give_back_the_next_one_of_its_process_does(own_redis: OwnRedis) -> None:
+    """The server was gone when it ended: nobody waits for a lease of minutes once it is back."""
+    server = await own_redis("--appendonly", "yes", "--appendfsync", "always")
+    async with sorted_sets_at(server.url, lease_s=60.0) as sets:
+        opening = sets.sessions()
+        await sets.submit("a", "tok")
+        async with opening.connect() as transport, transport.consuming(1):
+            await take(transport)
+            await asyncio.to_thread(server.kill)
+        await asyncio.to_thread(server.start)
+        async with opening.connect() as again, again.consuming(1):
+            assert (await take(again, 3)).redelivered
+            assert not opening.left_behind

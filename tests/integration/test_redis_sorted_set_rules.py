@@ -8,17 +8,31 @@ import json
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 
 import msgspec
 import pytest
 
 from inference_worker.disposition import Ack, DeadLetter, DeliveryLost, Hold, Known, Nack, Republish, Settled, Token
 from inference_worker.errors import StoreUnavailable
-from inference_worker.llmd_messages import Routing, queue_score, read_member
+from inference_worker.llmd_messages import (
+    PublicRequest,
+    Routing,
+    new_envelope,
+    queue_score,
+    read_member,
+    write_envelope,
+)
 from inference_worker.ports import Claimed, Delivery
 from inference_worker.results.redis import claim_key, result_key
+from inference_worker.tracing import carried
 from inference_worker.transports import redis_sorted_set
-from inference_worker.transports.redis_sorted_set import SortedSetQueue, expiring, sorted_set_backlog
+from inference_worker.transports.redis_sorted_set import (
+    SortedSetQueue,
+    SortedSetTransport,
+    expiring,
+    sorted_set_backlog,
+)
 from inference_worker.transports.sorted_set_scripts import KEEP, TIDY
 from tests.sorted_set_kit import QUEUE, SortedSets, envelope, id_in, sorted_sets_at
 from tests.stream_kit import entries_of
@@ -80,6 +94,16 @@ async def _retried(sets: SortedSets, delivery: Delivery, transport: object) -> b
     (copy,) = await sets.client.zrange(QUEUE.retries, 0, -1)
     assert isinstance(copy, bytes)
     return copy
+
+
+async def test_the_trace_in_a_requests_metadata_is_that_of_its_delivery_case_305(sets: SortedSets) -> None:
+    """From there the worker takes the parent of its span and what reaches the backend, for every transport alike."""
+    trace = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "baggage": "user=7"}
+    asked = PublicRequest(id="r", created=1, deadline=int(time.time()) + 60, payload=b"{}", metadata=trace)
+    member = write_envelope(new_envelope(asked, Routing(request_token="t")))
+    await sets.client.zadd(QUEUE.name, {member: asked.deadline})
+    async with sets.session() as transport, transport.consuming(1):
+        assert carried((await take(transport)).headers) == trace
 
 
 async def test_of_one_deadline_the_first_submitted_is_first_and_keeps_its_place_case_24(sets: SortedSets) -> None:
@@ -296,6 +320,32 @@ async def test_consuming_ends_promptly_case_36(sets: SortedSets) -> None:
         async with asyncio.timeout(0.5):
             async with transport.consuming(1):
                 await nothing_comes(transport, 0.1)
+
+
+async def test_what_comes_while_nothing_is_consumed_costs_no_turns_of_the_reader(
+    sets: SortedSets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told of once, and nobody takes note: looked at again and again, it held up the whole process."""
+    turns = 0
+    take_turn = SortedSetTransport._take_turn
+
+    async def counted(transport: SortedSetTransport) -> None:
+        nonlocal turns
+        turns += 1
+        await take_turn(transport)
+
+    monkeypatch.setattr(SortedSetTransport, "_take_turn", counted)
+    async with sets.session() as transport:
+        async with transport.consuming(1):
+            await nothing_comes(transport, 0.1)
+        before = turns
+        await sets.submit("r")
+        await eventually(transport._changes.changed.is_set, within=5, what="it is told of")
+        assert (await sets.inside()).queued == Counter({"r": 1})  # The reader has had its turn meanwhile.
+
+        assert turns - before <= 2
+        async with transport.consuming(1):
+            assert id_in((await take(transport)).body) == "r"
 
 
 async def test_several_producers_and_consumers_lose_and_double_nothing_case_37(sets: SortedSets) -> None:
@@ -685,6 +735,52 @@ async def test_many_retries_at_once_are_all_parked_case_73(sets: SortedSets) -> 
         assert set(await asyncio.gather(*retrying)) == {Settled(how="retry")}
     assert await sets.client.zcard(QUEUE.retries) == 42
     assert (await sets.inside()).copies.total() == 42
+
+
+async def test_of_several_who_look_for_due_retries_each_is_taken_by_one_case_89(sets: SortedSets) -> None:
+    names = sorted(f"r{n}" for n in range(60))
+    due_at = time.time() + 0.3
+    for name in names:
+        await sets.client.zadd(
+            QUEUE.retries, {envelope(name, routing=Routing(request_token="t", retry_count=1)): due_at}
+        )
+    came: list[str] = []
+
+    async def consume() -> None:
+        async with sets.session() as transport, transport.consuming(20):
+            while len(came) < len(names):
+                with suppress(TimeoutError):
+                    delivery = await take(transport, 0.2)
+                    came.append(str(delivery.message_id))
+                    await transport.settle(delivery, answer(await claim(sets, delivery, f"h{len(came)}")))
+
+    async with asyncio.timeout(20):
+        await asyncio.gather(*(consume() for _ in range(4)))
+    assert sorted(came) == names
+    assert sorted(str(result["id"]) for result in await sets.results()) == names
+    assert await empty(sets)
+
+
+@pytest.mark.parametrize("skew_s", [-3600.0, 3600.0], ids=["behind", "ahead"])
+async def test_a_process_whose_clock_is_wrong_takes_nothing_early_case_355(sets: SortedSets, skew_s: float) -> None:
+    """The clock of Redis says whose lease has lapsed, and when a retry is due."""
+
+    def wrong_clock() -> float:
+        return time.time() + skew_s
+
+    await sets.submit("r", "tok")
+    async with sets.session() as right, right.consuming(1):
+        held = await take(right)
+        async with sets.session(now=wrong_clock) as wrong, wrong.consuming(1):
+            await nothing_comes(wrong, 2 * LEASE_S)
+        await right.settle(held, Nack())
+    async with sets.session(now=wrong_clock) as wrong, wrong.consuming(1):
+        delivery = await take(wrong)
+        hold = await claim(sets, delivery)
+        await wrong.settle(delivery, Republish(delay_s=60, attempts=1, left_s=90, claim=hold))
+
+    ((_, due),) = await sets.scored(QUEUE.retries)
+    assert due == pytest.approx(time.time() + 60, abs=5)
 
 
 async def test_a_retry_of_ours_keeps_its_body_and_counts_beside_it(sets: SortedSets) -> None:
