@@ -24,6 +24,8 @@ class Hold:
 
 
 DispositionName = Literal["ack", "requeue", "retry", "dead_letter"]
+NotAdmittedBecause = Literal["gate_closed", "quota_exhausted", "waited"]
+"""`waited`: for as long as one may wait at a gate."""
 
 
 class Fault(Enum):
@@ -105,6 +107,7 @@ class NotAdmitted:
     reason: str
     hold: Hold
     """For the release that goes with a copy; nothing was claimed under it."""
+    because: NotAdmittedBecause = "gate_closed"
 
 
 Outcome = Answered | Superseded | Concluded | Failed | Malformed | NotStored | Interrupted | NotAdmitted
@@ -218,11 +221,16 @@ def decide(
         case NotStored(hold=hold) | Interrupted(hold=hold):
             return Nack(claim=hold)
         case NotAdmitted(hold=hold):
-            wait_s = _jittered_s(min(hand_back.copy_after_s, left_s), jitter)
-            # Too late for a copy, it goes back to be answered; there is no circle, as its time is over.
-            return Republish(delay_s=wait_s, attempts=attempts, left_s=left_s, claim=hold) if wait_s > 0 else Nack()
+            return handed_back(hold, attempts, hand_back, left_s=left_s, jitter=jitter)
         case _:
             assert_never(outcome)
+
+
+def handed_back(hold: Hold, attempts: int, hand_back: HandBack, *, left_s: float, jitter: float) -> Nack | Republish:
+    """How a message goes back that a gate has not let in. Nothing was claimed under `hold`; else as `decide`."""
+    wait_s = _jittered_s(min(hand_back.copy_after_s, left_s), jitter)
+    # Too late for a copy, it goes back to be answered; there is no circle, as its time is over.
+    return Republish(delay_s=wait_s, attempts=attempts, left_s=left_s, claim=hold) if wait_s > 0 else Nack()
 
 
 def _again(failed: Failed, attempts: int, policy: Retries, *, left_s: float, jitter: float) -> Disposition:

@@ -266,7 +266,7 @@ class Listener:
                 if idle_looks and not self._changed.is_set() and not stop.is_set():
                     backlog = await transport.backlog()
                     self._metrics.backlog(backlog)
-                    if backlog.ready == 0 or self._received != received:
+                    if backlog.ready <= backlog.withheld or self._received != received:
                         idle_looks = 0
                     elif idle_looks > 1:
                         raise TransportLost("messages are ready and none arrive: the consumer is dead")
@@ -442,7 +442,7 @@ class Listener:
                 except (StoreUnavailable, TimeoutError) as exc:
                     if last:
                         text = "an answer is given up; its message is queued"
-                        log.warning(text, request_id=reply.request_id, **job.span.ids)
+                        log.warning(text, request_id=id_of(job), **job.span.ids)
                         return DeliveryLost(stored=False), NotStored()
                     self._store_health.report(False, str(exc))
                 else:

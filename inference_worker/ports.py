@@ -60,6 +60,8 @@ class Backlog:
     """How this was found out, where there are several ways: one word for people."""
     next_deadline: float | None = None
     """Unix seconds: the earliest deadline of what nobody holds; None where there is none or it cannot be told."""
+    withheld: int = 0
+    """Of those ready: what is not handed up now for a good reason, such as a closed gate of its queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -319,8 +319,10 @@ async def _backlog(feed: Feed) -> Backlog | None:
         return None
     here = sum(1 for held in feed.unstarted if not held.inner.lost.is_set())
     in_flight = None if backlog.in_flight is None else max(backlog.in_flight - here, 0)
+    ready = backlog.ready + here
     return Backlog(
-        ready=backlog.ready + here,
+        ready=ready,
+        withheld=ready if feed.withholds else 0,
         delayed=backlog.delayed,
         in_flight=in_flight,
         oldest_s=backlog.oldest_s,
@@ -335,6 +337,7 @@ def summed(backlogs: Sequence[Backlog]) -> Backlog:
     in_flight = [one.in_flight for one in backlogs if one.in_flight is not None]
     return Backlog(
         ready=sum(one.ready for one in backlogs),
+        withheld=sum(one.withheld for one in backlogs),
         delayed=sum(delayed) if delayed else None,
         in_flight=sum(in_flight) if in_flight else None,
         oldest_s=max((one.oldest_s for one in backlogs if one.oldest_s is not None), default=None),

@@ -17,13 +17,27 @@ from typing import Final, Literal, assert_never
 
 import structlog
 
-from inference_worker.disposition import Ack, DeliveryLost, Known, Nack, Settled
+from inference_worker.disposition import (
+    AT_ONCE,
+    Ack,
+    DeliveryLost,
+    Disposition,
+    HandBack,
+    Hold,
+    Known,
+    Nack,
+    Settled,
+    Token,
+    handed_back,
+)
 from inference_worker.errors import GateFailed, MalformedRequest, TransportLost
+from inference_worker.gates.combined import parked
+from inference_worker.gates.endings import ending
 from inference_worker.gates.permits import NOT_SENT, give_back
 from inference_worker.gates.waiting import outlast
 from inference_worker.lanes import CLASSIFICATION_LABEL, lane_of
 from inference_worker.merge import MergePolicy
-from inference_worker.messages import ErrorCode, InferenceRequest, Reply, decode
+from inference_worker.messages import InferenceRequest, Reply, decode
 from inference_worker.ports import (
     Admitted,
     Asked,
@@ -56,13 +70,24 @@ CLOSED_S: Final = 0.5
 """A gate that is without budget for so long has its queue's connection stop consuming: a full one that opens with
 every answer must not cost a consumer each time."""
 
+WATCHDOG_S: Final = 20.0
+"""How often a queue from which nothing comes is looked at: a consumer that looks alive and gets nothing is replaced.
+The listener, which does so too, sees only that nothing comes from any queue."""
+LOOK_S: Final = 5.0
+"""How long such a look may take."""
+
 GATE_S: Final = 10.0
 """How much longer than the time for waiting a gate may take for its last answer."""
 GIVE_BACK_S: Final = 3.0
 """How long all that waits here may take to go back. After it the connection is closed, which gives it back."""
+LEAVE_S: Final = 1.0
+"""How long settlements that have begun are waited for before that: cut short, a copy and its original both remain."""
 
-QueueVerdict = Literal["admitted", "waited", "turned_away", "dropped", "failed"]
-"""What a queue's gate has said: `waited` is a wait that was not over in its time."""
+UNCLAIMED: Final = Token("never claimed")
+"""Before a gate nothing is claimed."""
+
+QueueVerdict = Literal["admitted", "gate_closed", "quota_exhausted", "dropped", "error"]
+"""What a queue's gate has said. One that keeps a request waiting, or refuses it after a wait, has said one thing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +101,9 @@ class Source:
     route: Route | None = None
     window: int = 64
     """The most that waits here unstarted: asking the gate, or in a lane."""
+    hand_back: HandBack = AT_ONCE
+    """How a delivery goes back that the gate has not let in. As a copy where the broker counts what it gets back: there
+    a gate that opens and closes also keeps what has come, until its time for waiting is over."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +117,8 @@ class Held:
     permits: tuple[Permit, ...] = ()
     seen: Feedback | None = None
     """What became of the request, where somebody has said so."""
+    refused: bool = False
+    """The gate's refusal was told."""
 
     async def release(self, seen: Feedback) -> None:
         """Give the permits back; a repeat does nothing."""
@@ -147,11 +177,15 @@ class Feed:
         self._no_room: dict[int, deque[Delivery]] = {}
         """Admitted, by lane: they wait for room in it, in their order."""
         self._asking: dict[asyncio.Task[None], None] = {}
+        """Before the gate, or in the pause after it."""
+        self._leaving: dict[asyncio.Task[None], None] = {}
+        """Of those, what is being settled."""
         self._releasing: dict[asyncio.Task[None], None] = {}
         self._turn = asyncio.Event()
         """Set when consuming is to begin or to end, perhaps."""
         self._room = asyncio.Event()
         """Set when more may be taken, perhaps."""
+        self._received = 0
         self._inner_limit = 0
         self._pause_s = 0.0
         self._pause_until = 0.0
@@ -233,23 +267,66 @@ class Feed:
     def _closed(self) -> bool:
         return self.source.gate is not None and self.source.gate.budget() <= 0
 
+    @property
+    def _keeps(self) -> bool:
+        """What has come is kept while the gate is closed: given back, it would be counted as delivered."""
+        return self.source.hand_back.copy_after_s > 0
+
+    @property
+    def withholds(self) -> bool:
+        """Whether what is ready in this queue is to stay there, as far as its gate says."""
+        return self._closed or bool(self._asking)
+
     async def _consume(self, transport: Transport) -> None:
         self._inner_limit = self.source.window
         async with transport.consuming(self._inner_limit):
             pump = asyncio.create_task(self._pump(transport), name=f"queue {self.source.name}")
             pump.add_done_callback(lambda _: self._turn.set())
             try:
-                while self._shared.flowing and not transport.lost.is_set() and not pump.done():
-                    self._turn.clear()
-                    await first_of(transport.lost, self._turn)
+                await self._watch(transport, pump)
             finally:
                 await ended(pump)
             if not pump.cancelled():
                 pump.result()
 
+    async def _watch(self, transport: Transport, pump: asyncio.Task[None]) -> None:
+        """Until it is to end; TransportLost where messages are ready and none come, though there is room for them."""
+        idle_looks, received = 0, self._received
+        while self._shared.flowing and not transport.lost.is_set() and not pump.done():
+            self._turn.clear()
+            await first_of(transport.lost, self._turn, within_s=WATCHDOG_S)
+            if self._turn.is_set() or transport.lost.is_set():
+                continue
+            busy = self._received != received or len(self.unstarted) >= self.source.window
+            idle_looks, received = 0 if busy else idle_looks + 1, self._received
+            if idle_looks and not await self._ready(transport):
+                idle_looks = 0
+            if idle_looks > 1 and self._received == received:
+                raise TransportLost("messages are ready and none arrive: the consumer is dead")
+
+    async def _ready(self, transport: Transport) -> int:
+        try:
+            async with asyncio.timeout(LOOK_S):
+                return (await transport.backlog()).ready
+        except TimeoutError:
+            return 0  # Too slow to say, which ends no session by itself.
+
     async def _pump(self, transport: Transport) -> None:
         while await self._may_take(transport):
-            self._take(transport, await transport.receive())
+            if (inner := await self._receive(transport)) is not None:
+                self._take(transport, inner)
+            elif self._closed:
+                return
+
+    async def _receive(self, transport: Transport) -> Delivery | None:
+        """The next one. None where nothing has come for a while from a queue whose gate is closed."""
+        if not self._closed:
+            return await transport.receive()
+        try:
+            async with asyncio.timeout(CLOSED_S):
+                return await transport.receive()
+        except TimeoutError:
+            return None
 
     async def _may_take(self, transport: Transport) -> bool:
         """Wait until there is room for another one; False once the gate has been without budget for a while."""
@@ -260,7 +337,7 @@ class Feed:
             if len(self.unstarted) >= self.source.window:
                 closed_since = None
                 await self._room.wait()
-            elif self._closed:
+            elif self._closed and not self._keeps:
                 closed_since = loop.time() if closed_since is None else closed_since
                 if loop.time() - closed_since >= CLOSED_S:
                     return False
@@ -279,6 +356,7 @@ class Feed:
     # ------------------------------------------------------------ one delivery
 
     def _take(self, transport: Transport, inner: Delivery) -> None:
+        self._received += 1
         held = Held(feed=self, transport=transport, inner=inner)
         delivery = replace(
             inner,
@@ -293,12 +371,14 @@ class Feed:
             # What is no request, or too late, is ended by whoever receives it, and never sent.
             self._line_up(delivery)
             return
-        task = asyncio.create_task(self._ask(self.source.gate, held, delivery, request))
+        gate = OnceOpen(self.source.gate) if self._keeps else self.source.gate
+        task = asyncio.create_task(self._ask(gate, held, delivery, request))
         self._asking[task] = None
         task.add_done_callback(self._asked)
 
     def _asked(self, task: asyncio.Task[None]) -> None:
         self._asking.pop(task, None)
+        self._leaving.pop(task, None)
         if not task.cancelled() and (exc := task.exception()) is not None:
             log.error("a delivery could not be let in", queue=self.source.name, exc_info=exc)
 
@@ -312,7 +392,7 @@ class Feed:
 
     async def _ask(self, gate: Gate, held: Held, delivery: Delivery, request: InferenceRequest) -> None:
         try:
-            verdict = await self._verdict(gate, delivery, request)
+            verdict = await self._verdict(gate, held, delivery, request)
             match verdict:
                 case Admitted(permits=permits):
                     held.permits = permits
@@ -323,17 +403,14 @@ class Feed:
                     self._told("dropped")
                     await self._drop(held, request, verdict)
                 case Parked() if request.deadline <= self._shared.now():
-                    self._told("waited")
+                    self._refused(held, verdict)
                     self._line_up(delivery)
-                case Parked():
-                    self._told("waited")
-                    await self._return(held)
-                case TurnedAway():
-                    self._told("turned_away")
-                    await self._return(held)
+                case Parked() | TurnedAway():
+                    self._refused(held, verdict)
+                    await self._return(held, request)
                 case None:
-                    self._told("failed")
-                    await self._return(held)
+                    self._told("error")
+                    await self._return(held, request)
                 case _:
                     assert_never(verdict)
         except TransportLost:
@@ -341,12 +418,17 @@ class Feed:
         except Exception:
             # A fault of ours with one message: kept, it would take its place in the window for ever.
             log.exception("a delivery could not be let in; it goes back", queue=self.source.name)
-            await self._return(held)
+            await self._return(held, request)
 
     def _told(self, what: QueueVerdict) -> None:
         self._shared.told(self.source.name, what)
 
-    async def _verdict(self, gate: Gate, delivery: Delivery, request: InferenceRequest) -> Verdict | None:
+    def _refused(self, held: Held, verdict: Parked | TurnedAway) -> None:
+        if not held.refused:
+            held.refused = True
+            self._told(verdict.because)
+
+    async def _verdict(self, gate: Gate, held: Held, delivery: Delivery, request: InferenceRequest) -> Verdict | None:
         """What the gate says in its time; None where it cannot say."""
         left_s = request.deadline - self._shared.now()
         wait_s = min(self._shared.gate_wait_s, left_s) if self._shared.gate_wait_s > 0 else left_s
@@ -361,7 +443,9 @@ class Feed:
         )
         try:
             async with asyncio.timeout_at(until + GATE_S):
-                verdict = await outlast(gate, asked, until, self._shared.rng)
+                verdict = await outlast(
+                    gate, asked, until, self._shared.rng, parked=lambda wait: self._refused(held, wait)
+                )
         except (GateFailed, TimeoutError) as exc:
             reason = str(exc) or "it gave no answer"
             if self._says_anew(reason):
@@ -382,37 +466,54 @@ class Feed:
 
     async def _drop(self, held: Held, request: InferenceRequest, dropped: Dropped) -> None:
         """End a request with what its gate says."""
-        reply = self._last_word(held, request, dropped)
-        settlement = await held.transport.settle(held.inner, Ack(reply=reply))
-        if isinstance(settlement, Known):
-            settlement = await held.transport.settle(held.inner, Ack())
-        if isinstance(settlement, Settled | DeliveryLost):
-            self._forget(held)
-        else:  # Another runs it, or the store does not answer: it is asked for again when it comes back.
-            await self._return(held)
+        if not await self._left(held, Ack(reply=self._last_word(held, request, dropped))):
+            # Another runs it, or the store does not answer: it is asked for again when it comes back.
+            await self._return(held, request)
 
     def _last_word(self, held: Held, request: InferenceRequest, dropped: Dropped) -> Reply:
-        late = dropped.error_code == "DEADLINE_EXCEEDED"
-        code: ErrorCode = "expired" if late else "gate_dropped"
+        status_code, error_code, error = ending(dropped)
         return Reply(
             request_id=request.request_id,
             status="failed",
-            # 0: there is no HTTP answer, and none in its place.
-            status_code=dropped.status_code or (408 if late else 0),
+            status_code=status_code,
             attempt=held.inner.attempts,
             replica_id=self._shared.replica_id,
             received_at=request.received_at,
             finished_at=self._shared.now(),
-            error=dropped.error,
-            error_code=code,
+            error=error,
+            error_code=error_code,
         )
 
-    async def _return(self, held: Held) -> None:
+    async def _return(self, held: Held, request: InferenceRequest) -> None:
         """Give a delivery back after a pause: brokers hand it out again at once."""
         await first_of(held.inner.lost, within_s=self._next_pause_s())
+        back = handed_back(
+            Hold(request.request_id, UNCLAIMED),
+            held.inner.attempts,
+            self.source.hand_back,
+            left_s=request.deadline - self._shared.now(),
+            jitter=self._shared.rng.random(),
+        )
         with suppress(TransportLost):  # It goes back by itself.
-            await held.transport.settle(held.inner, Nack())
+            if not await self._left(held, back):
+                await self._left(held, Nack())
         self._forget(held)
+
+    async def _left(self, held: Held, disposition: Disposition) -> bool:
+        """Settle what is not handed up, and let go of it; whether that was done."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._leaving[task] = None
+        try:
+            settlement = await held.transport.settle(held.inner, disposition)
+            if isinstance(settlement, Known):
+                settlement = await held.transport.settle(held.inner, Ack())
+        finally:
+            self._leaving.pop(task, None)
+        if not isinstance(settlement, Settled | DeliveryLost):
+            return False
+        self._forget(held)
+        return True
 
     def _next_pause_s(self) -> float:
         """Twice as long after each pause in which nothing was admitted; those turned away during one share it."""
@@ -479,14 +580,10 @@ class Feed:
 
         False where that took too long: then closing the connection gives it back.
         """
-        asking = [*self._asking, *self._releasing]
-        for task in self._asking:
-            task.cancel()
         left: list[Held] = []
         try:
             try:
-                if asking:
-                    await asyncio.wait(asking)
+                await self._end_asking()
             finally:
                 left = self._taken_out()
             if not transport.lost.is_set():
@@ -499,6 +596,19 @@ class Feed:
             await give_back([permit for held in left for permit in held.take_permits()], NOT_SENT)
         return True
 
+    async def _end_asking(self) -> None:
+        for task in self._asking:
+            if task not in self._leaving:
+                task.cancel()
+        try:
+            if self._leaving:
+                await asyncio.wait(list(self._leaving), timeout=LEAVE_S)
+        finally:
+            for task in self._asking:
+                task.cancel()
+        if tasks := [*self._asking, *self._releasing]:
+            await asyncio.wait(tasks)
+
     def _taken_out(self) -> list[Held]:
         self._shared.policy.remove(self.source.name)
         self._no_room.clear()
@@ -506,3 +616,28 @@ class Feed:
         self._shared.refill()
         self._shared.something.set()
         return left
+
+
+class OnceOpen:
+    """Keeps a request waiting while its gate has no budget, and asks it then."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    def budget(self) -> float:
+        """Its gate's."""
+        return self._gate.budget()
+
+    async def admit(self, asked: Asked) -> Verdict:
+        """Its gate's verdict, once it is open."""
+        if self._gate.budget() <= 0:
+            return parked(TurnedAway(), self._gate, asked)
+        return await self._gate.admit(asked)
+
+    async def run(self, until: asyncio.Event) -> None:
+        """Its gate's."""
+        await self._gate.run(until)
+
+    def closes_at(self) -> str:
+        """Its gate's."""
+        return self._gate.closes_at()

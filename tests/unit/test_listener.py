@@ -758,6 +758,20 @@ async def test_a_consumer_that_looks_alive_and_gets_nothing_is_replaced(site: Si
         await answered(site)
 
 
+async def test_a_consumer_is_not_dead_that_gets_nothing_as_a_gate_keeps_it_in_its_queue(site: Site) -> None:
+    worker = Worker(site, FakeModel())
+    worker.deaf = worker.withholds = True
+    await site.publish(body())
+    async with running(worker):
+        await asyncio.sleep(20 * WATCHDOG_S)
+        assert len(worker.connects) == 1
+        assert worker.gauge("queue_ready_messages") == 1
+        worker.withholds = False
+        await eventually(lambda: len(worker.connects) == 2, within=200, what="the second session", every=0.5)
+        worker.deaf = False
+        await answered(site)
+
+
 async def test_an_idle_queue_is_no_dead_consumer(site: Site) -> None:
     worker = Worker(site, FakeModel())
     async with running(worker):

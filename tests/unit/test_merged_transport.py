@@ -10,11 +10,26 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from inference_worker.disposition import Ack, DeadLetter, DeliveryLost, Hold, Nack, Republish, Settled, Token
+from inference_worker.disposition import (
+    AT_ONCE,
+    Ack,
+    CopyRefused,
+    DeadLetter,
+    DeliveryLost,
+    Disposition,
+    HandBack,
+    Hold,
+    Known,
+    Nack,
+    Republish,
+    Settled,
+    Settlement,
+    Token,
+)
 from inference_worker.errors import GateFailed, TransportLost
 from inference_worker.gates.basic import LocalMaxConcurrency
 from inference_worker.merge import MergePolicy, RandomRobin, TierPriority
-from inference_worker.messages import Timings
+from inference_worker.messages import KnownReply, Timings
 from inference_worker.ports import (
     Admitted,
     Asked,
@@ -31,7 +46,7 @@ from inference_worker.ports import (
 )
 from inference_worker.results.memory import MemoryStore
 from inference_worker.timing import ended
-from inference_worker.transports.memory import MemoryBroker
+from inference_worker.transports.memory import MemoryBroker, MemoryTransport, _receipt
 from inference_worker.transports.merged import MergedQueues, MergedTransport, Source, seen_of, summed
 from tests.transport_contract import Parked as ParkedLetter
 from tests.transport_contract import TransportContract, failed, nothing_comes, reply, request, take
@@ -51,6 +66,7 @@ class System:
     window: int = 4
     policy: Callable[[], MergePolicy[Delivery]] = lambda: RandomRobin(random.Random(1))
     gate_wait_s: float = 300.0
+    hand_back: HandBack = AT_ONCE
 
     def __post_init__(self) -> None:
         self.store = MemoryStore(now=time.time, lease_s=15, ttl_s=3600)
@@ -66,6 +82,7 @@ class System:
                     labels=self.labels.get(name, {}),
                     route=Route(base_url=f"http://{name}", path="/v1/completions"),
                     window=self.window,
+                    hand_back=self.hand_back,
                 )
                 for name, broker in self.brokers.items()
             ],
@@ -114,6 +131,38 @@ class System:
     @property
     def left(self) -> int:
         return sum(len(broker.ready) + broker.delayed for broker in self.brokers.values())
+
+
+class Settling:
+    """Settlements in memory, written down. Copies can be slow to be confirmed, or be answered as told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[Disposition] = []
+        self.copy_takes_s = 0.0
+        self.copies: list[Settlement] = []
+        real = MemoryTransport.settle
+
+        async def settle(transport: MemoryTransport, delivery: Delivery, disposition: Disposition) -> Settlement:
+            self.seen.append(disposition)
+            match disposition:
+                case Republish() if self.copies:
+                    return self.copies.pop(0)
+                case Republish(delay_s=delay_s) if self.copy_takes_s:
+                    transport._broker.hide(_receipt(delivery).message, delay_s)
+                    await asyncio.sleep(self.copy_takes_s)
+                    return await real(transport, delivery, Ack())
+                case _:
+                    return await real(transport, delivery, disposition)
+
+        monkeypatch.setattr(MemoryTransport, "settle", settle)
+
+    def count(self, kind: type[Disposition]) -> int:
+        return sum(isinstance(disposition, kind) for disposition in self.seen)
+
+
+@pytest.fixture
+def settling(monkeypatch: pytest.MonkeyPatch) -> Settling:
+    return Settling(monkeypatch)
 
 
 @pytest.fixture(params=[("one",), ("one", "two")], ids=["one queue", "two queues"])
@@ -231,7 +280,7 @@ async def test_a_hung_gate_holds_up_its_own_queue_alone_and_gives_back_in_the_en
             delivery = await take(transport, within_s=1)
             assert id_of(delivery) == f"r-{n}"
             await transport.settle(delivery, Ack())
-        await eventually(lambda: ("one", "failed") in system.told, within=60, what="the gate is given up")
+        await eventually(lambda: ("one", "error") in system.told, within=60, what="the gate is given up")
     assert system.left == 6
 
 
@@ -351,7 +400,7 @@ async def test_a_gate_that_closes_has_its_queue_stop_consuming() -> None:
         assert got == {"r-1", "r-2", "r-3"}
 
 
-async def test_a_wait_at_a_queues_gate_waits_and_other_queues_go_on() -> None:
+async def test_a_wait_at_a_queues_gate_waits_and_other_queues_go_on_case_355() -> None:
     changed = asyncio.Event()
     gate = Told(Parked(within_s=60, changed=changed), Admitted())
     system = System(gates={"one": gate})
@@ -365,20 +414,63 @@ async def test_a_wait_at_a_queues_gate_waits_and_other_queues_go_on() -> None:
         assert id_of(await take(transport, within_s=0.1)) == "waits"
 
 
-async def test_a_wait_that_is_not_over_in_its_time_goes_back_uncounted() -> None:
+async def test_a_wait_that_is_not_over_in_its_time_goes_back_uncounted(settling: Settling) -> None:
     gate = Told(Parked(within_s=1))
     system = System(names=["one"], gates={"one": gate}, gate_wait_s=20)
     await system.put("one", request("a"))
     async with system.consuming() as transport:
-        await eventually(lambda: ("one", "waited") in system.told, within=30, what="the wait is over")
+        await eventually(lambda: settling.seen, within=30, what="the wait is over")
         gate._verdicts = [Admitted()]
         delivery = await take(transport, within_s=10)
 
         assert (delivery.attempts, delivery.redelivered) == (0, True)
 
 
+@pytest.mark.parametrize(
+    ("verdicts", "told"),
+    [
+        ([Admitted()], ["admitted"]),
+        ([Parked(within_s=1), Parked(within_s=1), Admitted()], ["gate_closed", "admitted"]),
+        ([Parked(within_s=1, because="quota_exhausted")] * 2 + [Admitted()], ["quota_exhausted", "admitted"]),
+        ([Parked(within_s=1), TurnedAway(because="quota_exhausted"), Admitted()], ["gate_closed", "admitted"]),
+        (
+            [TurnedAway(), TurnedAway(because="quota_exhausted"), Admitted()],
+            ["gate_closed", "quota_exhausted", "admitted"],
+        ),
+        ([Parked(within_s=1), GateFailed("no answer"), Admitted()], ["gate_closed", "error", "admitted"]),
+    ],
+    ids=[
+        "let in",
+        "a wait, once",
+        "a wait for quota, once",
+        "turned away after a wait, once",
+        "turned away, each time",
+        "a gate that cannot say, besides",
+    ],
+)
+async def test_what_a_queues_gate_says_is_told_with_its_reason_case_273(
+    verdicts: list[Verdict | Exception], told: list[str]
+) -> None:
+    system = System(names=["one"], gates={"one": Told(*verdicts)})
+    await system.put("one", request("a"))
+    async with system.consuming() as transport:
+        await take(transport, within_s=60)
+
+    assert system.told == [("one", verdict) for verdict in told]
+
+
+async def test_a_wait_that_is_never_over_is_told_once_each_time(settling: Settling) -> None:
+    system = System(names=["one"], gates={"one": Told(Parked(within_s=1, because="quota_exhausted"))}, gate_wait_s=20)
+    await system.put("one", request("a"))
+    async with system.consuming() as transport:
+        await nothing_comes(transport, 70)
+
+        assert settling.count(Nack) == 3
+        assert system.told == [("one", "quota_exhausted")] * 4
+
+
 @pytest.mark.parametrize("verdict", [TurnedAway(), GateFailed("no answer"), ZeroDivisionError()], ids=repr)
-async def test_what_cannot_go_now_goes_back_without_a_hot_loop(verdict: Verdict | Exception) -> None:
+async def test_what_cannot_go_now_goes_back_without_a_hot_loop_case_355(verdict: Verdict | Exception) -> None:
     gate = Told(verdict)
     system = System(gates={"one": gate}, window=4)
     for n in range(20):
@@ -391,6 +483,136 @@ async def test_what_cannot_go_now_goes_back_without_a_hot_loop(verdict: Verdict 
 
         assert (await take(transport, within_s=10)).attempts == 0
     assert system.left + len({name for name, _ in system.told}) >= 19
+
+
+COPY = HandBack(copy_after_s=1.0)
+
+
+@pytest.mark.parametrize("verdict", [TurnedAway(), Parked(within_s=1), GateFailed("no answer")], ids=repr)
+async def test_where_the_broker_counts_what_it_gets_back_it_gets_copies(
+    verdict: Verdict | Exception, settling: Settling
+) -> None:
+    gate = Told(verdict)
+    system = System(names=["one"], gates={"one": gate}, hand_back=COPY, gate_wait_s=5)
+    await system.put("one", request("a"), "m-1")
+    async with system.consuming() as transport:
+        await nothing_comes(transport, 60)
+        gate._verdicts = [Admitted()]
+        delivery = await take(transport, within_s=20)
+        await transport.settle(delivery, Ack())
+
+    assert (delivery.attempts, delivery.message_id, delivery.redelivered) == (0, "m-1", False)
+    assert settling.count(Nack) == 0
+    copies = [disposition for disposition in settling.seen if isinstance(disposition, Republish)]
+    assert len(copies) > 3
+    assert all(0.5 <= copy.delay_s <= 1.0 and copy.attempts == 0 for copy in copies)
+
+
+async def test_what_only_waited_here_goes_back_as_itself_when_consuming_ends(settling: Settling) -> None:
+    system = System(names=["one"], gates={"one": Told(Admitted(), Parked(within_s=60), TurnedAway())}, hand_back=COPY)
+    for n in range(3):
+        await system.put("one", request(f"r-{n}"))
+    async with system.queues.connect() as transport:
+        async with transport.consuming(1):
+            await eventually(lambda: transport.waiting()["one"] == 3, within=5, what="all are here")
+        assert settling.seen == [Nack()] * 3
+        assert system.left == 3
+
+
+async def test_a_copy_on_its_way_is_waited_for_when_consuming_ends(settling: Settling) -> None:
+    """Cut short, it would be there twice."""
+    settling.copy_takes_s = 0.5
+    system = System(names=["one"], gates={"one": Told(TurnedAway())}, hand_back=COPY)
+    await system.put("one", request("a"))
+    async with system.queues.connect() as transport:
+        async with transport.consuming(1):
+            await eventually(lambda: settling.seen, within=5, what="the copy is on its way")
+        assert transport.waiting()["one"] == 0
+    assert system.left == 1
+
+
+async def test_a_copy_that_hangs_is_given_up_when_consuming_ends(settling: Settling) -> None:
+    settling.copy_takes_s = 1000
+    system = System(names=["one"], gates={"one": Told(TurnedAway())}, hand_back=COPY)
+    await system.put("one", request("a"))
+    async with system.queues.connect() as transport, asyncio.timeout(5), transport.consuming(1):
+        await eventually(lambda: settling.seen, within=5, what="the copy is on its way")
+
+    assert [type(disposition) for disposition in settling.seen] == [Republish, Nack]
+
+
+@pytest.mark.parametrize(
+    ("copies", "last"),
+    [
+        (CopyRefused(reason="too large"), Nack()),
+        (Known(reply=KnownReply(status="completed", status_code=200)), Ack()),
+    ],
+    ids=repr,
+)
+async def test_what_no_copy_can_be_made_of_is_settled_all_the_same(
+    copies: Settlement, last: Disposition, settling: Settling
+) -> None:
+    settling.copies = [copies]
+    system = System(names=["one"], gates={"one": Told(TurnedAway())}, hand_back=COPY)
+    await system.put("one", request("a"))
+    async with system.consuming():
+        await eventually(lambda: len(settling.seen) == 2, within=5, what="the second try")
+
+        assert settling.seen[1] == last
+
+
+async def test_a_gate_that_opens_and_closes_makes_no_broker_count_what_has_come(settling: Settling) -> None:
+    """What has come is kept while the gate is closed, in its order."""
+    gate = Told(Admitted())
+    system = System(names=["one"], gates={"one": gate}, hand_back=COPY, window=4)
+    for n in range(6):
+        await system.put("one", request(f"r-{n}"))
+    got = []
+    async with system.consuming(6) as transport:
+        for _ in range(6):
+            gate._budget = 1.0
+            got.append(id_of(delivery := await take(transport)))
+            gate._budget = 0.0
+            await transport.settle(delivery, Ack())
+            await asyncio.sleep(5)
+
+        assert got == [f"r-{n}" for n in range(6)]
+        assert settling.count(Nack) == settling.count(Republish) == 0
+
+
+async def test_what_came_before_a_gate_closed_goes_back_as_a_copy_after_its_time(settling: Settling) -> None:
+    gate = Told(Admitted())
+    system = System(names=["one"], gates={"one": gate}, hand_back=COPY, gate_wait_s=20)
+    async with system.consuming() as transport:
+        await nothing_comes(transport)
+        gate._budget = 0.0
+        for n in range(3):
+            await system.put("one", request(f"r-{n}"))
+        await nothing_comes(transport, 10)
+        assert (transport.waiting()["one"], gate.asks) == (3, 0)
+        await nothing_comes(transport, 60)
+
+        assert transport.waiting()["one"] == 0
+        assert len(system.brokers["one"].ready) == 3
+        assert [connection._limit for connection in system.brokers["one"].connections] == [0]
+    assert system.told == [("one", "gate_closed")] * 3
+    assert (settling.count(Republish), settling.count(Nack)) == (3, 0)
+
+
+async def test_a_place_that_is_free_again_is_taken_at_once_by_what_was_kept() -> None:
+    gate = LocalMaxConcurrency(1, "classifying")
+    system = System(names=["one"], gates={"one": gate}, hand_back=COPY)
+    for n in range(20):
+        await system.put("one", request(f"r-{n}"))
+    loop = asyncio.get_running_loop()
+    async with system.consuming(8) as transport:
+        begun = loop.time()
+        for _ in range(20):
+            delivery = await take(transport)
+            await asyncio.sleep(1)
+            await transport.settle(delivery, Ack())
+
+        assert loop.time() - begun < 20.5
 
 
 @pytest.mark.parametrize(
@@ -472,7 +694,9 @@ async def test_what_the_gate_need_not_see_is_handed_up_to_be_ended(body: bytes) 
     ],
     ids=repr,
 )
-async def test_permits_go_back_once_when_a_delivery_is_settled(disposition: Ack | Nack | Republish, kind: str) -> None:
+async def test_permits_go_back_once_when_a_delivery_is_settled_case_272(
+    disposition: Ack | Nack | Republish, kind: str
+) -> None:
     permit = RecordedPermit("p", [])
     system = System(names=["one"], gates={"one": Told(Admitted(permits=(permit,)), TurnedAway())})
     await system.put("one", request("a"))
@@ -499,7 +723,7 @@ async def test_a_gate_hears_what_was_noted_of_its_request() -> None:
     assert permit.seen == [seen]
 
 
-async def test_leaving_gives_back_permits_and_messages_also_of_what_waits_for_room() -> None:
+async def test_leaving_gives_back_permits_and_messages_also_of_what_waits_for_room_case_264() -> None:
     permits = [RecordedPermit(f"p-{n}", []) for n in range(4)]
     system = System(
         names=["one"],
@@ -544,6 +768,82 @@ async def test_a_gate_of_slots_is_used_to_its_limit_and_never_beyond() -> None:
         assert loop.time() - begun < 21
 
 
+@pytest.mark.parametrize("gate", [None, Told(Admitted())], ids=["no gate", "an open gate"])
+async def test_a_queues_consumer_that_looks_alive_and_gets_nothing_is_replaced_alone(
+    gate: Gate | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That the others get something hides it from who looks at all of them."""
+    receive = MemoryTransport.receive
+    deaf: list[MemoryTransport] = []
+
+    async def heard(transport: MemoryTransport) -> Delivery:
+        if transport in deaf:
+            await transport.lost.wait()
+        return await receive(transport)
+
+    monkeypatch.setattr(MemoryTransport, "receive", heard)
+    system = System(gates={} if gate is None else {"one": gate})
+    async with system.queues.connect() as transport:
+        deaf += system.brokers["one"].connections
+        async with transport.consuming(2):
+            await system.put("one", request("a"))
+            await system.put("two", request("long"))
+            running = await take(transport)
+            got: list[str] = []
+            async with asyncio.timeout(90):
+                while "a" not in got:
+                    await system.put("two", request("b"))
+                    delivery = await take(transport)
+                    got.append(id_of(delivery))
+                    await asyncio.sleep(1)
+                    await transport.settle(delivery, Ack())
+
+            assert await transport.settle(running, Ack()) == Settled(how="ack")
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [None, Told(Admitted(), budget=0.0), Told(TurnedAway()), Told(Parked(within_s=60)), Hung()],
+    ids=["no gate", "no budget", "turned away", "waits", "hangs"],
+)
+async def test_a_queue_is_not_given_up_that_is_idle_or_full_or_whose_gate_is_closed(gate: Gate | None) -> None:
+    """With a window of one, nothing can come either while that waits here."""
+    system = System(gates={} if gate is None else {"one": gate}, window=1, gate_wait_s=0)
+    for n in range(3):
+        await system.put("one", request(f"r-{n}"))
+    async with system.queues.connect() as transport, transport.consuming(1):
+        before = [*system.brokers["one"].connections, *system.brokers["two"].connections]
+        await asyncio.sleep(300)
+
+        assert [*system.brokers["one"].connections, *system.brokers["two"].connections] == before
+
+
+@pytest.mark.parametrize(
+    ("gate", "withheld"),
+    [
+        (Told(Admitted(), budget=0.0), 3),
+        (Told(Parked(within_s=60)), 3),
+        (Told(TurnedAway()), 3),
+        (Hung(), 3),
+        (Told(Admitted()), 0),
+        (None, 0),
+    ],
+    ids=["no budget", "all wait", "all are turned away", "it hangs", "open", "none"],
+)
+async def test_what_a_queues_gate_keeps_there_is_no_reason_to_take_a_consumer_for_dead(
+    gate: Gate | None, withheld: int
+) -> None:
+    system = System(gates={} if gate is None else {"one": gate}, window=2)
+    for n in range(3):
+        await system.put("one", request(f"r-{n}"))
+        await system.put("two", request(f"s-{n}"))
+    async with system.queues.connect() as transport, transport.consuming(1):
+        await asyncio.sleep(30)
+        backlog = await transport.backlog()
+
+        assert (backlog.ready, backlog.withheld) == (6, withheld)
+
+
 async def test_the_backlog_is_the_sum_of_those_that_can_be_asked() -> None:
     system = System(window=2)
     for n in range(3):
@@ -563,11 +863,11 @@ async def test_the_backlog_is_the_sum_of_those_that_can_be_asked() -> None:
 def test_what_no_queue_can_tell_the_sum_cannot_tell_either() -> None:
     queues = [
         Backlog(ready=1, oldest_s=3, next_deadline=20),
-        Backlog(ready=2, delayed=4, in_flight=1, oldest_s=5, next_deadline=10),
+        Backlog(ready=2, delayed=4, in_flight=1, oldest_s=5, next_deadline=10, withheld=2),
     ]
 
     assert summed([]) == Backlog(ready=0)
-    assert summed(queues) == Backlog(ready=3, delayed=4, in_flight=1, oldest_s=5, next_deadline=10)
+    assert summed(queues) == Backlog(ready=3, delayed=4, in_flight=1, oldest_s=5, next_deadline=10, withheld=2)
 
 
 async def test_publishing_goes_to_the_first_queue_or_to_a_named_one() -> None:
@@ -667,8 +967,9 @@ async def test_what_runs_takes_no_place_from_what_may_wait() -> None:
         assert len(system.brokers["one"].ready) == 3
 
 
+@pytest.mark.parametrize("hand_back", [AT_ONCE, COPY], ids=["as itself", "as a copy"])
 @pytest.mark.parametrize("seed", range(20))
-async def test_under_cuts_pauses_and_refusals_each_message_is_settled_once(seed: int) -> None:
+async def test_under_cuts_pauses_and_refusals_each_message_is_settled_once(seed: int, hand_back: HandBack) -> None:
     """Conservation: what goes in is acknowledged once or is still there; each permit goes back once."""
     rng = random.Random(seed)
     permits: list[RecordedPermit] = []
@@ -692,6 +993,7 @@ async def test_under_cuts_pauses_and_refusals_each_message_is_settled_once(seed:
         gates={"one": Moody(Admitted()), "two": Moody(Admitted())},
         policy=lambda: TierPriority(per_lane=2),
         window=5,
+        hand_back=hand_back,
     )
     for n in range(90):
         await system.put(names[n % 3], request(f"r-{n}"))
