@@ -45,8 +45,8 @@ class ConstantDecision:
         self._decision = decision
 
     def budget(self) -> float:
-        """All or nothing."""
-        return 1.0 if self._decision == "continue" else 0.0
+        """All or nothing. What is to be dropped must be taken out of its queue first."""
+        return 1.0 if self._decision in ("continue", "drop") else 0.0
 
     async def admit(self, asked: Asked) -> Verdict:
         """The one verdict."""

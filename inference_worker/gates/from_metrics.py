@@ -43,6 +43,15 @@ NO_POOL: Final = "-"
 """Stands for a pool's name that is missing, which was noted."""
 
 
+OwnOf = Callable[[str, float], OwnLoad]
+"""What is in flight through all gates that look at the same as this one, which is named; remembered so many seconds."""
+
+
+def of_its_own(what: str, remembered_s: float) -> OwnLoad:
+    """For a gate that nothing else is counted with."""
+    return OwnLoad(remembered_s=remembered_s)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
     """What the gates of a process that look at metrics have in common."""
@@ -54,8 +63,8 @@ class Surroundings:
     """Uniform in [0, 1)."""
     prometheus_url: str = ""
     refresh_s: float = REFRESH_S
-    own: OwnLoad | None = None
-    """Shared by gates on one pool that no request passes two of."""
+    own: OwnOf = of_its_own
+    """Shared by gates that look at the same, and that no request passes two of."""
     sharers: Callable[[], int] = alone
     """How many processes take from the same pool; the parameter `replicas` stands above it."""
     told: Told = untold
@@ -74,7 +83,8 @@ def prometheus_saturation(given: Parameters, around: Surroundings) -> MetricGate
         closes_at=f"closed at a saturation of {threshold:g} and above; without a reading {_without(1 - fallback)}",
     )
     pace = _pace(given, around)
-    return _gate(given, around, _prometheus(given, around, (query,), pace), bounds, pace, f"saturation of {pool}")
+    source = _prometheus(given, around, (query,), pace)
+    return _gate(given, around, source, bounds, pace, name=f"saturation of {pool}", what=query.budget)
 
 
 def prometheus_budget(given: Parameters, around: Surroundings) -> MetricGate:
@@ -91,7 +101,8 @@ def prometheus_budget(given: Parameters, around: Surroundings) -> MetricGate:
         f"without a reading {_without(fallback)}",
     )
     pace = _pace(given, around)
-    return _gate(given, around, _prometheus(given, around, queries, pace), bounds, pace, f"budget of {pool}")
+    source = _prometheus(given, around, queries, pace)
+    return _gate(given, around, source, bounds, pace, name=f"budget of {pool}", what=queries[0].budget)
 
 
 def prometheus_query(given: Parameters, around: Surroundings) -> MetricGate:
@@ -106,7 +117,7 @@ def prometheus_query(given: Parameters, around: Surroundings) -> MetricGate:
     )
     pace = _pace(given, around)
     source = _Scaled(_prometheus(given, around, (Query(budget=text),), pace), capacity)
-    return _gate(given, around, source, bounds, pace, f"query for {pool}" if pool else "query")
+    return _gate(given, around, source, bounds, pace, name=f"query for {pool}" if pool else "query", what=text)
 
 
 def endpoint_scrape(given: Parameters, around: Surroundings) -> MetricGate | CountedGate:
@@ -139,7 +150,7 @@ def endpoint_scrape(given: Parameters, around: Surroundings) -> MetricGate | Cou
         fallback=_part(fallback),
         closes_at=f"closed at {what} of {at}; without a reading {_without(fallback)}",
     )
-    return _gate(given, around, source, bounds, pace, metric)
+    return _gate(given, around, source, bounds, pace, name=metric, what=f"{url} {metric} {sorted(labels.items())}")
 
 
 def binary_metric(given: Parameters, around: Surroundings) -> BinaryGate:
@@ -215,8 +226,9 @@ def _prometheus(given: Parameters, around: Surroundings, queries: Sequence[Query
 
 
 def _gate(
-    given: Parameters, around: Surroundings, source: MetricSource, bounds: Bounds, pace: Pace, name: str
+    given: Parameters, around: Surroundings, source: MetricSource, bounds: Bounds, pace: Pace, *, name: str, what: str
 ) -> MetricGate:
+    """`name` is for people, `what` says at what it looks."""
     replicas = given.whole("replicas", at_least=1) if given.has("replicas") else None
     given.finish()
     return MetricGate(
@@ -225,7 +237,7 @@ def _gate(
         pace,
         name=name,
         chance=around.chance,
-        own=around.own,
+        own=around.own(what, pace.max_age_s + pace.refresh_s),
         sharers=around.sharers if replicas is None else lambda: replicas,
         told=around.told,
     )

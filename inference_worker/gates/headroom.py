@@ -47,6 +47,10 @@ class OwnLoad:
         self._remembered_s = remembered_s
         self._steps: deque[tuple[float, int]] = deque([(-math.inf, 0)])
 
+    def remember(self, seconds: float) -> None:
+        """What was in flight so long ago will be asked for, if not longer ago."""
+        self._remembered_s = max(self._remembered_s, seconds)
+
     def took(self, now: float) -> None:
         """One more was admitted."""
         self._change(now, 1)
@@ -84,6 +88,25 @@ class OwnLoad:
             self._steps.popleft()
 
 
+class OwnLoads:
+    """Those of one process, by what gates look at: gates on the same neighbour would each take all that is free."""
+
+    def __init__(self) -> None:
+        self._loads: dict[tuple[str, int, str], OwnLoad] = {}
+
+    def of(self, stands: str, number: int, what: str, remembered_s: float) -> OwnLoad:
+        """The load of gates that stand before the same kind of thing, a queue or a pool, and look at the same metric.
+
+        Before a queue and before its pool one request is counted each time; `number` tells apart several gates that it
+        passes before one of them.
+        """
+        key = (stands, number, what)
+        if key not in self._loads:
+            self._loads[key] = OwnLoad(remembered_s=remembered_s)
+        self._loads[key].remember(remembered_s)
+        return self._loads[key]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """A load as it was at a moment."""
@@ -118,7 +141,7 @@ class Headroom:
         else:
             there = self.own.fewest_between(self._learned.seen_at, measured.at)
             growth = self._learned.growth(measured, own_then, there, self.threshold)
-            self._unit = (self.threshold - measured.load) / growth if growth else 0.0
+            self._unit = (self.threshold - measured.load) / growth if growth else self._learned.adds or self._unit
         self._limit = own_then + self._share(growth)
         if self.admits():
             self.own.waiting.wake(int(self._limit + TOLERANCE) - self.own.in_flight)
@@ -166,7 +189,8 @@ class _Learned:
         self._own = 0
         self._load = 0.0
         self._step = 1.0
-        self._adds: float | None = None
+        self.adds: float | None = None
+        """None until it has shown."""
 
     def growth(self, measured: Measured, own_then: int, there: int, threshold: float) -> float:
         """How many more may be in flight than when it was measured; negative where there are too many.
@@ -176,17 +200,17 @@ class _Learned:
         grown, rise = own_then - self._own, measured.load - self._load
         self.seen_at, self._own, self._load = measured.at, own_then, measured.load
         if abs(grown) >= max(1.0, TELLING_PART * own_then) and rise * grown > 0:
-            self._adds = rise / grown
+            self.adds = rise / grown
         free = threshold - measured.load
         at_most = measured.load / there if there and measured.load > 0 else None
-        adds = min((value for value in (at_most, self._adds) if value is not None), default=None)
+        adds = min((value for value in (at_most, self.adds) if value is not None), default=None)
         if free <= TOLERANCE:
             self._step = 1.0
             return free / adds if adds else -float(own_then)
         # A step that was taken may be followed by one of twice its size; one that nobody took says nothing.
         self._step = max(2.0 * grown, 1.0) if grown >= 1 else self._step
-        if self._adds is not None and free < self._adds:
+        if self.adds is not None and free < self.adds:
             # Perhaps others grew while it was learned: forgotten slowly, or it would never be tried again.
-            self._adds *= FORGETTING
-        stepped = min(self._step, free / self._adds) if self._adds else self._step
+            self.adds *= FORGETTING
+        stepped = min(self._step, free / self.adds) if self.adds else self._step
         return max(free / at_most if at_most else 0.0, stepped, 1.0 if adds is None else 0.0)

@@ -4,6 +4,7 @@ What is wrong is noted with its place, what is there and what is accepted; nothi
 which parameters a gate has (each gate's file reads its own), who opens the connections, and who runs the gates.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -15,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from inference_worker.config.documents import GATE_TYPES, GateConfig, GateType
 from inference_worker.config.values import RedisUrl, Text
 from inference_worker.errors import ConfigurationError
-from inference_worker.gates.aimd import aimd
+from inference_worker.gates.aimd import Aimd, aimd
 from inference_worker.gates.basic import (
     Constant,
     constant,
@@ -33,6 +34,7 @@ from inference_worker.gates.from_metrics import (
     prometheus_query,
     prometheus_saturation,
 )
+from inference_worker.gates.headroom import OwnLoad, OwnLoads
 from inference_worker.gates.parameters import GateSpec, Parameters, shown
 from inference_worker.gates.quota import LinkTo, redis_quota, reservation_classifier
 from inference_worker.gates.redis_gates import DrainLimit, redis_budget, redis_leased_rate
@@ -58,6 +60,14 @@ class Owner:
     """The pool: its own name, or that of the queue's."""
 
 
+def nobody_watches(owner: Owner, inference_pool: str) -> None:
+    """Nobody wants to know which gates look at metrics."""
+
+
+def nobody_reads(owner: Owner, windows: Aimd) -> None:
+    """Nobody wants to read windows."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Around:
     """What gates need of the process that they are in."""
@@ -73,7 +83,15 @@ class Around:
     seen: Callable[[Owner, str, Seen], None]
     """Told of each look of a metric gate: whose it is, and the inference pool that its parameters name, if any."""
     lent: Callable[[Owner, DrainLimit], None]
-    """Told of each change of a leased rate."""
+    """Told of each change of a leased rate, and at its beginning."""
+    watched: Callable[[Owner, str], None] = nobody_watches
+    """Told of each metric gate that is made, before its first look: whose it is, and its inference pool, if any."""
+    windows: Callable[[Owner, Aimd], None] = nobody_reads
+    """Handed each `aimd` gate that is made: it is read, and tells nobody."""
+    loads: OwnLoads = field(default_factory=OwnLoads)
+    """What is in flight through gates that look at metrics."""
+    looks: Counter[str] = field(default_factory=Counter)
+    """How many of the gates before one queue or pool look at the same metric."""
     numbers: Iterator[int] = field(default_factory=lambda: count(1))
     """Of gates that hold something under a name."""
 
@@ -89,6 +107,7 @@ def gate_of(config: GateConfig | None, around: Around, owner: Owner) -> Gate:
         ConfigurationError: with all that is wrong with it.
     """
     problems: list[str] = []
+    around = replace(around, looks=Counter())
     gate = make_gate(None if config is None else spec_of(config, problems), around, owner)
     if problems:
         raise ConfigurationError(tuple(dict.fromkeys(problems)))
@@ -158,7 +177,9 @@ def _made(gate_type: GateType, given: Parameters, around: Around, owner: Owner, 
         case "local-rate-limit":
             return local_rate_limit(given, around.clock)
         case "aimd":
-            return aimd(given, around.clock)
+            learning = aimd(given, around.clock)
+            around.windows(owner, learning)
+            return learning
         case "composite":
             return composite(given, build)
         case "wait-on-refuse":
@@ -211,7 +232,13 @@ def _link(address: str, given: Parameters, around: Around) -> RedisLink:
 
 
 def _seen_by(around: Around, owner: Owner, inference_pool: str) -> Surroundings:
-    return replace(around.metrics, told=lambda seen: around.seen(owner, inference_pool, seen))
+    around.watched(owner, inference_pool)
+
+    def own(what: str, remembered_s: float) -> OwnLoad:
+        around.looks[what] += 1
+        return around.loads.of(owner.kind, around.looks[what], what, remembered_s)
+
+    return replace(around.metrics, own=own, told=lambda seen: around.seen(owner, inference_pool, seen))
 
 
 def _place(spec: GateSpec) -> str:

@@ -31,6 +31,8 @@ class Seen:
     available: bool
     source: int | None
     """Which of several sources spoke."""
+    why_not: str = ""
+    """Why nothing was seen."""
 
 
 Told = Callable[[Seen], None]
@@ -141,7 +143,7 @@ class MetricGate:
     def _looked(self, reading: Reading | None) -> None:
         baseline = self._bounds.baseline
         if reading is None:
-            self._told(Seen(value=None, threshold=baseline, available=False, source=None))
+            self._told(Seen(value=None, threshold=baseline, available=False, source=None, why_not=self._watch.why_not))
             return
         if reading.capacity is not None:
             self._capacity = reading.capacity
@@ -203,7 +205,7 @@ class CountedGate:
     def _looked(self, reading: Reading | None) -> None:
         if reading is None or reading.capacity is None:
             self._left = 0
-            self._told(Seen(value=None, threshold=0.0, available=False, source=None))
+            self._told(Seen(value=None, threshold=0.0, available=False, source=None, why_not=self._watch.why_not))
             return
         self._capacity = reading.capacity
         self._left = max(int(reading.capacity * reading.value + ROUNDING), 0)
@@ -239,10 +241,9 @@ class BinaryGate:
         return "closed while the metric is anything but 0; open without it"
 
     def _looked(self, reading: Reading | None) -> None:
-        value = None if reading is None else reading.value
-        self._told(
-            Seen(value=value, threshold=0.0, available=reading is not None, source=reading.source if reading else None)
-        )
+        value, source = (None, None) if reading is None else (reading.value, reading.source)
+        available = reading is not None
+        self._told(Seen(value=value, threshold=0.0, available=available, source=source, why_not=self._watch.why_not))
 
 
 def _watch(source: MetricSource, pace: Pace, name: str, told: Callable[[Reading | None], None]) -> Watch:

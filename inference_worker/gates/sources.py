@@ -280,6 +280,8 @@ class Watch:
         self._last: Reading | None = None
         self._was: bool | None = None
         self._looked = asyncio.Event()
+        self.why_not = ""
+        """Why the last look saw nothing; empty where it saw something."""
 
     @property
     def looked(self) -> bool:
@@ -316,6 +318,7 @@ class Watch:
         except Exception as exc:
             log.exception("the look of a gate failed", gate=self._name)  # A fault of ours; the gate must live on.
             found = Missing(reason=type(exc).__name__)
+        self.why_not = found.reason if isinstance(found, Missing) else ""
         seen: Reading | None = None
         if isinstance(found, Measurement):
             at = loop.time() - found.age_s - self._lag_s
@@ -324,7 +327,10 @@ class Watch:
             if self._last is None or seen.at >= self._last.at:
                 self._last = seen
         self._say(seen, found)
-        self._told(seen)
+        try:
+            self._told(seen)
+        except Exception:
+            log.exception("what a gate saw could not be taken in", gate=self._name)  # As above.
         self._looked.set()
         return seen is not None
 

@@ -51,7 +51,7 @@ def test_the_constant_gate_is_open() -> None:
         (
             "drop",
             Dropped(status_code=None, error_code="GATE_DROPPED", error="the gate drops every request"),
-            0.0,
+            1.0,
         ),
     ],
 )

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -36,7 +37,7 @@ from inference_worker.gates.tiers import TierPriorityAdmission
 from inference_worker.ports import Admitted, Asked, Dropped, Gate
 from inference_worker.redis_scripts import RedisLink, RedisTls
 from tests.unit.gate_kit import admitted, asked, at_once
-from tests.unit.prometheus_kit import URL, Neighbours, unix_now
+from tests.unit.prometheus_kit import URL, Neighbours, unix_now, vector
 
 Given = Mapping[str, object]
 POOL = Owner(kind="pool", name="p", pool="p")
@@ -72,6 +73,8 @@ class Process:
         self.neighbours = Neighbours()
         self.seen: list[tuple[Owner, str, Seen]] = []
         self.lent: list[tuple[Owner, DrainLimit]] = []
+        self.watched: list[tuple[Owner, str]] = []
+        self.windows: list[tuple[Owner, Aimd]] = []
         self.urls: list[str] = []
         self.around = Around(
             metrics=Surroundings(client=self.neighbours.client(), now=unix_now, chance=lambda: 0.0, prometheus_url=URL),
@@ -80,6 +83,8 @@ class Process:
             process="host-1",
             seen=lambda owner, pool, seen: self.seen.append((owner, pool, seen)),
             lent=lambda owner, limit: self.lent.append((owner, limit)),
+            watched=lambda owner, pool: self.watched.append((owner, pool)),
+            windows=lambda owner, windows: self.windows.append((owner, windows)),
         )
 
     def link_to(self, url: str) -> RedisLink:
@@ -268,6 +273,26 @@ async def test_a_leased_rate_is_that_of_the_owners_pool(process: Process) -> Non
     assert process.lent == [(QUEUE, DrainLimit())]
 
 
+@pytest.mark.parametrize(("gate_type", "params"), WRAPPED, ids=lambda value: value if isinstance(value, str) else "")
+async def test_a_metric_gate_is_told_of_before_its_first_look_case_182(
+    process: Process, gate_type: str, params: Given
+) -> None:
+    process.gate(gate_type, params, QUEUE)
+
+    assert process.watched == [(QUEUE, "vllm")]
+    assert process.seen == []
+
+
+async def test_a_gate_with_windows_is_handed_out_however_it_is_wrapped(process: Process) -> None:
+    learning = {"gate_type": "aimd", "gate_params": {"max_window": 8}}
+
+    process.gate("composite", {"gates": [{"gate_type": "wait-on-refuse", "gate_params": {"gate": learning}}]})
+
+    ((owner, windows),) = process.windows
+    assert owner == POOL
+    assert isinstance(windows, Aimd)
+
+
 async def test_gates_that_hold_something_do_so_under_different_names(process: Process) -> None:
     for _ in range(2):
         process.gate("redis-quota", KINDS["redis-quota"][0])
@@ -296,3 +321,30 @@ async def test_a_deadline_is_told_by_the_wall_clock(process: Process) -> None:
 
     assert isinstance(at_once(gate.admit(late)), Dropped)
     assert admitted(gate, asked(deadline=unix_now() + 1)) == ()
+
+
+async def test_gates_of_queues_on_one_neighbour_admit_together_what_it_has_room_for(process: Process) -> None:
+    """Two queues of a pool, each of whose gates would take all that is free; a queue on another pool counts alone."""
+    process.neighbours.answers = {
+        "timestamp": lambda: vector(unix_now()),
+        "ready": lambda: vector(10),
+        "saturation": lambda: vector(0.8),  # 2 of 10 are in use.
+    }
+    gates = [
+        process.gate("prometheus-saturation", {"pool": pool, "max_concurrency": 10}, replace(QUEUE, name=name))
+        for name, pool in (("a", "p"), ("b", "p"), ("c", "q"))
+    ]
+    until = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        for gate in gates:
+            group.create_task(gate.run(until))
+        await asyncio.sleep(0.01)
+        taken = []
+        for gate in gates:
+            number = 0
+            while isinstance(await gate.admit(asked()), Admitted):
+                number += 1
+            taken.append(number)
+        until.set()
+
+    assert taken == [6, 0, 6]

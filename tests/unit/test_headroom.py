@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_worker.gates.headroom import Headroom, Measured, OwnLoad
+from inference_worker.gates.headroom import Headroom, Measured, OwnLoad, OwnLoads
 
 
 def headroom(own: OwnLoad, threshold: float = 0.8, sharers: int = 1, chance: float = 0.0) -> Headroom:
@@ -197,3 +197,29 @@ def test_history_is_bounded() -> None:
     assert len(own._steps) <= 10 / 0.05 + 2
     assert own.sent_by(95.0) == pytest.approx(95_000, abs=60)
     assert own.fewest_between(95.0, 97.0) == pytest.approx(95_000, abs=60)
+
+
+def test_what_ends_makes_room_in_the_budget_too_where_the_load_stood_at_the_threshold() -> None:
+    """Else a queue whose gate is looked at before anything is taken stays closed while requests end."""
+    own = OwnLoad(remembered_s=60)
+    room = headroom(own)
+    room.see(Measured(load=0.0, at=0))
+    own.took(1)
+    room.see(Measured(load=0.8, at=2))
+    assert (room.admits(), room.budget()) == (False, 0)
+
+    own.gave_back(3, None)
+
+    assert room.admits()
+    assert room.budget() > 0
+
+
+def test_gates_that_look_at_the_same_count_together_unless_one_request_passes_both() -> None:
+    loads = OwnLoads()
+
+    before_a_queue = loads.of("queue", 1, "load of p", 60)
+
+    assert loads.of("queue", 1, "load of p", 90) is before_a_queue
+    assert loads.of("queue", 2, "load of p", 60) is not before_a_queue
+    assert loads.of("pool", 1, "load of p", 60) is not before_a_queue
+    assert loads.of("queue", 1, "load of q", 60) is not before_a_queue

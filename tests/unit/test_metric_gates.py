@@ -182,8 +182,8 @@ async def test_gauges_show_value_threshold_and_whether_there_is_a_source_case_19
     closed_at = 1 - 0.8
     assert told == [
         Seen(value=0.6, threshold=closed_at, available=True, source=0),
-        Seen(value=None, threshold=closed_at, available=False, source=None),
-        Seen(value=None, threshold=closed_at, available=False, source=None),
+        Seen(value=None, threshold=closed_at, available=False, source=None, why_not="no such series"),
+        Seen(value=None, threshold=closed_at, available=False, source=None, why_not="the value is NaN"),
         Seen(value=0.5, threshold=closed_at, available=True, source=0),
     ]
 

@@ -136,7 +136,7 @@ async def test_a_request_that_its_transport_has_read_is_taken_as_it_is() -> None
 # ---------------------------------------------------------------- verdicts
 
 
-async def test_who_is_let_in_gives_back_what_it_took_with_what_the_model_said() -> None:
+async def test_who_is_let_in_gives_back_what_it_took_with_what_the_model_said_case_272() -> None:
     taken = permit()
     worker = worker_at(Told(Admitted(permits=(taken,))), model=FakeModel(takes_s=2.0))
     await asyncio.sleep(1.0)
@@ -185,7 +185,7 @@ async def test_a_gate_hears_for_how_long_it_is_to_stay_away() -> None:
     assert (taken.seen[0].retry_after_s, taken.seen[0].headers) == (7.0, {"x-llm-d-flow-band-headroom": "2"})
 
 
-async def test_who_is_turned_away_is_neither_claimed_nor_called() -> None:
+async def test_who_is_turned_away_is_neither_claimed_nor_called_case_268() -> None:
     worker = worker_at(Told(TurnedAway(because="quota_exhausted")))
 
     outcome = await processed(worker, worker.job(body(), attempts=2))
@@ -214,7 +214,9 @@ async def test_who_is_turned_away_is_neither_claimed_nor_called() -> None:
         ),
     ],
 )
-async def test_who_is_dropped_is_answered_so(dropped: Dropped, status_code: int, error_code: str, error: str) -> None:
+async def test_who_is_dropped_is_answered_so_case_268(
+    dropped: Dropped, status_code: int, error_code: str, error: str
+) -> None:
     worker = worker_at(Told(dropped))
 
     outcome = await processed(worker, worker.job(body()))
@@ -228,7 +230,7 @@ async def test_who_is_dropped_is_answered_so(dropped: Dropped, status_code: int,
     assert worker.model.calls == []
 
 
-async def test_a_gate_that_cannot_say_ends_the_request() -> None:
+async def test_a_gate_that_cannot_say_ends_the_request_case_268() -> None:
     worker = worker_at(Told(GateFailed("no Redis")))
 
     outcome = await processed(worker, worker.job(body()))
@@ -266,7 +268,7 @@ async def test_the_wait_at_a_gate_has_an_end(closed: Told) -> None:
 
 @pytest.mark.parametrize("wait_s", [0.0, 300.0], ids=["without a limit", "with a longer limit"])
 @pytest.mark.parametrize("closed", [Told(Parked(within_s=0.1)), Told(Admitted(), takes_s=LONG_S)], ids=["shut", "hung"])
-async def test_a_deadline_that_passes_at_the_gate_is_too_late(closed: Told, wait_s: float) -> None:
+async def test_a_deadline_that_passes_at_the_gate_is_too_late_case_270(closed: Told, wait_s: float) -> None:
     worker = worker_at(closed, wait_s=wait_s)
 
     outcome = await processed(worker, worker.job(body(timeout_s=200.0)))
@@ -300,7 +302,7 @@ async def test_a_deadline_that_passes_before_the_slot_asks_no_gate() -> None:
 
 @pytest.mark.parametrize("gate", [Told(Parked(within_s=60.0)), Told(Admitted(), takes_s=LONG_S)], ids=["shut", "hung"])
 @pytest.mark.parametrize("why", ["lost", "stopped"])
-async def test_who_may_not_wait_goes_back_at_once(gate: Told, why: str) -> None:
+async def test_who_may_not_wait_goes_back_at_once_case_258(gate: Told, why: str) -> None:
     worker = worker_at(gate)
     job = worker.job(body())
     asyncio.get_running_loop().call_later(5.0, job.delivery.lost.set if why == "lost" else worker.processor.stop)
@@ -323,7 +325,7 @@ async def test_what_is_admitted_as_its_request_goes_back_is_given_back() -> None
     assert taken.seen == [NOT_SENT]
 
 
-async def test_a_request_that_is_cancelled_at_the_gate_does_not_wait_on() -> None:
+async def test_a_request_that_is_cancelled_at_the_gate_does_not_wait_on_case_262() -> None:
     worker = worker_at(Told(Parked(within_s=60.0)))
     over = asyncio.Event()
 
@@ -431,7 +433,7 @@ async def test_the_next_one_with_the_slot_finds_the_gate_open_again() -> None:
     ends=st.lists(st.tuples(st.floats(0, 6), st.sampled_from(["lost", "cancelled"])), min_size=1, max_size=8),
     stop_s=st.floats(0, 8),
 )
-def test_nothing_stays_taken_whatever_ends_a_request(
+def test_nothing_stays_taken_whatever_ends_a_request_case_272(
     takes_s: float, ends: list[tuple[float, str]], stop_s: float
 ) -> None:
     async def all_of_them() -> float:
@@ -457,7 +459,7 @@ def test_nothing_stays_taken_whatever_ends_a_request(
 # ---------------------------------------------------------------- with a queue
 
 
-async def test_what_waits_before_a_closed_gate_does_not_go_round_in_a_circle_and_is_not_counted() -> None:
+async def test_what_waits_before_a_closed_gate_does_not_go_round_in_a_circle_and_is_not_counted_case_268() -> None:
     taken = permit()
     gate = Told(*[TurnedAway()] * 20, Admitted(permits=(taken,)))
     site = Site()
