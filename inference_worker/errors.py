@@ -25,7 +25,7 @@ InferenceWorkerError
     └── NoSuchRequest          nobody knows of it (any more)
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 
 class InferenceWorkerError(Exception):
@@ -80,6 +80,21 @@ class ModelGone(ModelFailure):
 
 class ModelCut(ModelFailure):
     """Protocol error, or an answer that stopped before its end."""
+
+    def __init__(
+        self,
+        reason: str,
+        status_code: int | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(reason)
+        self.status_code = status_code
+        """That of an error of which the head had come. None for half an answer, which says nothing for sure."""
+        self.headers: Mapping[str, str] = headers or {}
+        """Those of the error that gates learn from, by lower-case names."""
+        self.retry_after_s = retry_after_s
 
 
 class ModelSlow(ModelFailure):

@@ -8,6 +8,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final, Protocol, TypeVar, assert_never
 
 import structlog
@@ -22,6 +23,7 @@ from inference_worker.disposition import (
     Interrupted,
     Malformed,
     NotAdmitted,
+    NotAdmittedBecause,
     NotStored,
     Outcome,
     Superseded,
@@ -38,6 +40,7 @@ from inference_worker.errors import (
 )
 from inference_worker.gates.endings import GATE_FAILED, ending
 from inference_worker.gates.feedback import REASON_HEADER
+from inference_worker.gates.waiting import SHORTEST_PAUSE_S
 from inference_worker.llmd_retry import failure_text
 from inference_worker.messages import (
     ErrorCode,
@@ -50,6 +53,7 @@ from inference_worker.messages import (
     decode,
     error_text,
     known_reply,
+    shown_id,
 )
 from inference_worker.metrics import WorkerMetrics
 from inference_worker.pool_gate import Permits, PoolGate, Question
@@ -63,6 +67,7 @@ from inference_worker.ports import (
     ClaimLost,
     Delivery,
     Dropped,
+    Feedback,
     Health,
     ModelClient,
     Parked,
@@ -98,6 +103,16 @@ class UsageEvent(Protocol):
     def __call__(self, request: InferenceRequest, reply: Reply, usage: Usage) -> bytes | None: ...
 
 
+class Saw(Protocol):
+    """Told of a call to the model."""
+
+    def __call__(self, delivery: Delivery, seen: Feedback) -> None: ...
+
+
+def nobody_wants(delivery: Delivery, seen: Feedback) -> None:
+    """Nobody wants to know."""
+
+
 @dataclass(slots=True, eq=False)
 class Job:
     """What one delivery holds here, from its arrival until it is settled."""
@@ -115,6 +130,8 @@ class Job:
     """What it has taken of the pool's gate."""
     at_gate: asyncio.Event | None = None
     """While it waits there: set by who has heard that its request may be cancelled."""
+    doubted: bool = False
+    """Whether its request is said to be cancelled since its claim was asked for."""
     suspect: bool = False
     """Whether a worker has died while running this request."""
     registered: bool = False
@@ -156,8 +173,12 @@ class MessageProcessor:
         addressing: Addressing = ADDRESSING,
         answer_statuses: frozenset[int] = frozenset(),
         gate: PoolGate | None = None,
+        saw: Saw = nobody_wants,
     ) -> None:
-        """`addressing` is for deliveries that have a route. `answer_statuses` are taken as 2xx are."""
+        """`addressing` is for deliveries that have a route. `answer_statuses` are taken as 2xx are.
+
+        `saw` hears what became of each call, for the gate of the queue that it came from.
+        """
         self._store = store
         self._model = model
         self._model_health = model_health
@@ -177,6 +198,7 @@ class MessageProcessor:
         self._addressing = addressing
         self._answer_statuses = answer_statuses
         self._gate = gate
+        self._saw = saw
         self._slots = self._free_slots = slots
         self._slot_freed = asyncio.Event()
         self._jobs: dict[str, Job] = {}
@@ -197,6 +219,8 @@ class MessageProcessor:
     async def process(self, job: Job) -> Outcome:
         """Bring a delivery to an outcome. Ends early once the delivery is lost before its call, or on `stop`."""
         job.hold = None  # One that was lost on an earlier round must not be renewed while this one waits.
+        if job.delivery.redelivered and job.request is None:  # On its first round.
+            self._metrics.redelivered()
         try:
             request = (
                 job.request
@@ -232,6 +256,7 @@ class MessageProcessor:
             finally:
                 if job.permits is not None:
                     await job.permits.over()
+                    job.permits = None
             if isinstance(outcome, RunningElsewhere):
                 self._give_slot(job)
                 self._let_other_suspects_run(job)
@@ -279,9 +304,13 @@ class MessageProcessor:
 
             def told(request_id: str) -> None:
                 job = self._jobs.get(request_id)
-                if job is not None and job.at_gate is not None:
+                if job is None:
+                    return
+                if job.at_gate is not None:
                     job.at_gate.set()
-                elif job is not None and job.hold is not None and request_id not in looking:
+                elif job.hold is None:
+                    job.doubted = True
+                elif request_id not in looking:
                     looking.add(request_id)
                     group.create_task(look(job, job.hold))
 
@@ -367,7 +396,7 @@ class MessageProcessor:
     def _heard(self, job: Job, request: InferenceRequest, verdict: Verdict, gate: PoolGate) -> Outcome | None:
         match verdict:
             case Admitted(permits=permits):
-                job.permits = Permits(permits)
+                job.permits = Permits(permits, partial(self._saw, job.delivery))
                 return None
             case Dropped():
                 return self._without_claim(job, request, *ending(verdict))
@@ -376,11 +405,12 @@ class MessageProcessor:
                 return self._without_claim(job, request, 408, "expired", text)
             case Parked():
                 reason = f"waited {gate.wait_s:g} s at the gate of the pool"
+                why: NotAdmittedBecause = "waited"
             case TurnedAway(because=because):
-                reason = f"turned away at the gate of the pool: {because}"
+                reason, why = f"turned away at the gate of the pool: {because}", because
             case _:
                 assert_never(verdict)
-        return NotAdmitted(reason=reason, hold=Hold(request.request_id, self._new_token()))
+        return NotAdmitted(reason=reason, hold=Hold(request.request_id, self._new_token()), because=why)
 
     def _without_claim(
         self, job: Job, request: InferenceRequest, status_code: int, code: ErrorCode, text: str
@@ -401,6 +431,7 @@ class MessageProcessor:
     async def _claim_and_call(self, job: Job, request: InferenceRequest) -> Outcome | RunningElsewhere | None:
         """Claim, then call. None: the claim went to another on the way; begin again."""
         hold = Hold(request.request_id, self._new_token())
+        job.doubted = False
         asked_at = asyncio.get_running_loop().time()
         claim = await self._ask_store(
             lambda: self._store.claim(request.request_id, job.delivery.attempts, hold.token, request.deadline),
@@ -429,12 +460,13 @@ class MessageProcessor:
         job.hold = hold
         if job.delivery.lost.is_set():
             return Interrupted(reason="the delivery was lost before its call", hold=hold)
-        if asyncio.get_running_loop().time() - asked_at > self._lease_s / 3:
+        if job.doubted or asyncio.get_running_loop().time() - asked_at > self._lease_s / 3:
             renewal = await self._ask_store(lambda: self._store.renew(request.request_id, hold.token), job, hold)
             match renewal:
                 case AlreadyAnswered(reply=known):
                     return Answered(reply=known)
                 case ClaimLost():
+                    self._metrics.claim_lost()
                     job.hold = None
                     return None
                 case NotStored() | Interrupted():
@@ -477,8 +509,8 @@ class MessageProcessor:
             return Concluded(reply=self._failure(job, 408, "expired", EXPIRED), hold=hold)
         loop = asyncio.get_running_loop()
         asked_at = loop.time()
-        if job.permits is not None:
-            job.permits.sent(asked_at)
+        job.permits = job.permits or Permits((), partial(self._saw, job.delivery))
+        job.permits.sent(asked_at)
         with job.span.calling(request) as call:
             answer = await self._answer(job, request, timeout_s, call.headers)
             model_s = loop.time() - asked_at  # The wall clock may be set meanwhile.
@@ -486,8 +518,7 @@ class MessageProcessor:
             timings = Timings(queue_s=queue_s, model_s=model_s)
             outcome = self._judge(job, request, answer, hold, timings) if isinstance(answer, Answer) else None
             call.ended(answer, outcome)
-        if job.permits is not None:
-            await job.permits.answered(answer, outcome)
+        await job.permits.answered(answer, outcome)
         # The call is what a slot is for: storing its answer need not keep the next one from the model.
         self._give_slot(job)
         if outcome is not None:
@@ -508,8 +539,10 @@ class MessageProcessor:
             case ModelFailure():
                 # Asked before the copy is published: a worker whose model is gone must not burn all retries by itself.
                 await self._model_health.check_now(HEALTH_LOOK_S)
-                fault = Fault.CUT if isinstance(answer, ModelCut) else Fault.GONE
-                return self._failed(job, fault, str(answer), hold, timings)
+                if isinstance(answer, ModelCut):
+                    cut = self._failed(job, Fault.CUT, str(answer), hold, timings)
+                    return replace(cut, retry_after_s=answer.retry_after_s)
+                return self._failed(job, Fault.GONE, str(answer), hold, timings)
             case _:
                 assert_never(answer)
 
@@ -519,7 +552,7 @@ class MessageProcessor:
         """What the model says. None: the call was closed from outside."""
         address = self._addressing.of(job.delivery, request, headers)
         if address.skipped:
-            log.debug("headers_not_sent", request_id=request.request_id, names=address.skipped)
+            log.debug("headers_not_sent", request_id=shown_id(request.request_id), names=address.skipped)
         job.ended_call_because, job.calling = None, asyncio.current_task()
         try:
             return await self._model.infer(
@@ -610,7 +643,7 @@ class MessageProcessor:
             except StoreUnavailable as exc:
                 self._store_health.report(False, str(exc))
             left_s = until - loop.time()
-            if left_s <= 0:
+            if left_s < SHORTEST_PAUSE_S:
                 return NotStored(hold=hold)
             await first_of(job.delivery.lost, self._stopping, within_s=min(LOOK_S, left_s))
             if job.delivery.lost.is_set() or self._stopping.is_set():
@@ -625,6 +658,8 @@ class MessageProcessor:
             self._store_health.report(False, str(exc))  # The call goes on: its answer is kept.
             return
         if not isinstance(renewal, Renewed) and job.hold is hold:
+            if isinstance(renewal, ClaimLost):
+                self._metrics.claim_lost()
             job.end_call(renewal)
 
     # ------------------------------------------------------------ replies

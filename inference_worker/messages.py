@@ -239,6 +239,19 @@ def encode_reply(reply: Reply) -> bytes:
     return msgspec.json.encode(body)
 
 
+def shown_id(request_id: str) -> str:
+    """A request's id as people and other systems are told it.
+
+    What tells submissions of one id apart stands behind a NUL, which few of them can store.
+    """
+    return request_id.replace("\0", "/")
+
+
+def public_id(request_id: str) -> str:
+    """The id alone, as its requester has given it."""
+    return request_id.partition("\0")[0]
+
+
 def known_reply(stored: bytes) -> KnownReply:
     """Read of a stored result what `KnownReply` says; a foreign or damaged one counts as what it looks like."""
     try:

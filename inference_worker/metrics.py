@@ -31,6 +31,7 @@ model fails everything although it says that it is healthy, or fewer replicas ar
 Sink = Literal["metrics", "billing"]
 PublishFailure = Literal["returned", "unconfirmed"]
 EventFate = Literal["sent", "refused"]
+CancelledWhen = Literal["before_call", "in_call"]
 
 QUEUE_WAIT_BUCKETS_S: Final = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
@@ -98,6 +99,21 @@ class WorkerMetrics:
             "answered_from_store_total", "Deliveries whose request had a terminal result already."
         )
         self._joined = counter("joined_total", "Deliveries that waited for the same request, running in this process.")
+        self._cancelled = _counters(
+            counter("cancelled_total", "Deliveries whose request its caller has cancelled.", "when"),
+            get_args(CancelledWhen),
+        )
+        self._redelivered = counter("redelivered_total", "Deliveries that somebody has had before.")
+        self._deliveries_lost = _counters(
+            counter(
+                "deliveries_lost_total",
+                "Deliveries lost before they were settled, by whether a result is kept.",
+                "stored",
+            ),
+            ("yes", "no"),
+        )
+        self._claims_lost = counter("claims_lost_total", "Claims on a running request that went to another worker.")
+        self._not_stored = counter("not_stored_total", "Messages handed back because the store could not be asked.")
         self.in_flight = gauge("in_flight_requests", "Calls to the model that run now.")
         self.slots = gauge("slots", "Most calls to the model at once.")
         self.claims_waiting = gauge("claims_waiting", "Deliveries that wait for another worker's claim to lapse.")
@@ -205,6 +221,26 @@ class WorkerMetrics:
         """A delivery waits for a call of the same request that runs here."""
         self._joined.inc()
 
+    def cancelled(self, when: CancelledWhen) -> None:
+        """A delivery's request was cancelled by its caller: before the model was called, or meanwhile."""
+        self._cancelled[when].inc()
+
+    def redelivered(self) -> None:
+        """A delivery has come that somebody had before."""
+        self._redelivered.inc()
+
+    def delivery_lost(self, *, stored: bool) -> None:
+        """A delivery can be settled no more; whether the result of its request is stored."""
+        self._deliveries_lost["yes" if stored else "no"].inc()
+
+    def claim_lost(self) -> None:
+        """Another worker has taken over a request that was ours."""
+        self._claims_lost.inc()
+
+    def not_stored(self) -> None:
+        """A message goes back, since the store could not be asked, or did not take its result."""
+        self._not_stored.inc()
+
     def waiting_elsewhere(self, change: int) -> None:
         """One more (+1) or one less (-1) delivery waits for another worker's claim."""
         self.claims_waiting.inc(change)
@@ -263,11 +299,16 @@ class WorkerMetrics:
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """The page and its content type, in the format that the `Accept` header asks for."""
-        try:
-            encode, content_type = choose_encoder(accept)
-        except (TypeError, ValueError):  # The driver stumbles over versions that are none.
-            encode, content_type = choose_encoder("")
-        return encode(self.registry), content_type
+        return page(self.registry, accept)
+
+
+def page(metrics: Collector, accept: str) -> tuple[bytes, str]:
+    """What a collector collects, and its content type, in the format that an `Accept` header asks for."""
+    try:
+        encode, content_type = choose_encoder(accept)
+    except (TypeError, ValueError):  # The driver stumbles over versions that are none.
+        encode, content_type = choose_encoder("")
+    return encode(metrics), content_type
 
 
 class _Histogram(Collector):

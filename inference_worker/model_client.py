@@ -19,6 +19,8 @@ from aiohttp.abc import AbstractStreamWriter
 
 from inference_worker.errors import BadResponse, ModelCut, ModelFailure, ModelGone, ModelSlow
 from inference_worker.event_stream import EventParser, Reassembly, choices_asked
+from inference_worker.llmd_retry import failure_text
+from inference_worker.messages import shown_id
 from inference_worker.ports import NO_HEADERS, Answer
 from inference_worker.stamping import overlaid
 from inference_worker.timing import ByteBudget, quietly
@@ -33,7 +35,8 @@ WARM_S: Final = 5.0
 LAST_CHUNK_S: Final = 0.1
 LONGEST_HEADER_ID: Final = 200
 _VISIBLE: Final = re.compile("[!-~]*")
-KEPT_HEADERS: Final = ("x-llm-d-request-dropped-reason", "x-llm-d-flow-band-headroom", "x-llm-d-flow-queue-duration-ms")
+DROPPED_BECAUSE: Final = "x-llm-d-request-dropped-reason"
+KEPT_HEADERS: Final = (DROPPED_BECAUSE, "x-llm-d-flow-band-headroom", "x-llm-d-flow-queue-duration-ms")
 """What gates learn from and results repeat; each is given on up to `LONGEST_KEPT_HEADER` characters."""
 LONGEST_KEPT_HEADER: Final = 200
 MOST_UNSENT: Final = 3
@@ -108,7 +111,10 @@ class HttpModelClient:
         try:
             async with asyncio.timeout(timeout_s):
                 headers = overlaid({"Content-Type": "application/json"}, headers)
-                headers = overlaid(headers, self._headers(request_id, stream))
+                mine = self._headers(shown_id(request_id), stream)
+                if any(name.lower() == "x-request-id" for name in headers):
+                    mine.pop("X-Request-Id", None)  # Its requester's own goes on.
+                headers = overlaid(headers, mine)
                 return await self._answered(call, endpoint, payload, stream, headers)
         except TimeoutError as exc:
             raise ModelSlow(f"no whole answer within {timeout_s:g} s") from exc
@@ -151,9 +157,9 @@ class HttpModelClient:
                 raise ModelGone(f"no connection to the model: {exc}") from exc
             except (aiohttp.ClientConnectionError, OSError) as exc:
                 if call.body.begun or tried == MOST_UNSENT:
-                    raise _failure(exc, call) from exc
+                    raise _failure(exc, call, self._now()) from exc
             except aiohttp.ClientError as exc:
-                raise _failure(exc, call) from exc
+                raise _failure(exc, call, self._now()) from exc
         raise AssertionError("the last try returns or raises")
 
     def _headers(self, request_id: str, stream: bool) -> dict[str, str]:
@@ -291,17 +297,31 @@ class _Body(aiohttp.Payload):
         await self.write(writer)
 
 
-def _failure(exc: Exception, call: _Call) -> ModelFailure:
+def _failure(exc: Exception, call: _Call, now: float) -> ModelFailure:
     """What an exception of aiohttp's means."""
     if call.response is not None:
         if isinstance(exc.__cause__, aiohttp.http_exceptions.ContentEncodingError):
             return BadResponse(f"the answer cannot be decompressed: {exc.__cause__.message}")
-        return ModelCut(f"the answer stopped before its end: {exc}")
+        return _cut(exc, call.response, now)
     if isinstance(exc, aiohttp.ServerDisconnectedError) and not isinstance(exc.message, str):
         return ModelCut("the connection was closed within the headers of the answer")
     if isinstance(exc, aiohttp.ClientResponseError):
         return ModelCut(f"the answer is no HTTP: {exc.message}")
     return ModelGone(f"the connection was closed before any answer: {exc}")
+
+
+def _cut(exc: Exception, response: aiohttp.ClientResponse, now: float) -> ModelCut:
+    """An answer without its end. The head of an error tells all that a next try and gates need."""
+    if response.status < 400:
+        return ModelCut(f"the answer stopped before its end: {exc}")
+    headers = _kept(response.headers)
+    said = f"{response.status}, and the answer stopped before its end"
+    return ModelCut(
+        failure_text(said, headers.get(DROPPED_BECAUSE), str(exc)),
+        response.status,
+        headers=headers,
+        retry_after_s=retry_after_s(response.headers.get("Retry-After"), now),
+    )
 
 
 def _readable(text: str) -> str:

@@ -1,7 +1,9 @@
 """Spans, made by OpenTelemetry's SDK and sent to a collector over OTLP/HTTP by a thread of its own.
 
 Loaded only where a collector is named. What the spans say is that of OpenTelemetry's conventions for messaging and for
-generative AI; never a prompt, never an answer. Everything that the SDK reads for itself (`OTEL_*`) is left to it.
+generative AI; never a prompt, never an answer. Those of a delivery that has a route also say what llm-d-async's spans
+say, by its rules: a failure that is tried again has a category, and is no error yet. Everything that the SDK reads for
+itself (`OTEL_*`) is left to it.
 """
 
 import asyncio
@@ -12,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Literal, Self
 from urllib.parse import urlsplit
 
 import structlog
@@ -21,17 +23,17 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.trace import Link, SpanKind, StatusCode, format_trace_id, set_span_in_context
 from opentelemetry.trace import Span as OtelSpan
-from opentelemetry.trace import SpanKind, StatusCode, format_trace_id, set_span_in_context
 from opentelemetry.trace import Tracer as OtelTracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
 from inference_worker.billing.cloudevents import operation
-from inference_worker.disposition import Concluded, Failed, Malformed, NotStored, Outcome
+from inference_worker.disposition import Concluded, Failed, Interrupted, Malformed, NotStored, Outcome
 from inference_worker.errors import BadResponse, ConfigurationError, ModelCut, ModelFailure, ModelGone, ModelSlow
-from inference_worker.messages import InferenceRequest
-from inference_worker.ports import Answer, Delivery
+from inference_worker.messages import InferenceRequest, public_id
+from inference_worker.ports import Answer, Delivery, Route
 from inference_worker.timing import stopped_within
 from inference_worker.tracing import BAGGAGE, carried
 
@@ -41,6 +43,10 @@ LAST_S: Final = 2.0
 """How long the last spans may take once everything is settled. The sinks' last flushes run meanwhile."""
 
 Attributes = dict[str, AttributeValue]
+ErrorCategory = Literal["RATE_LIMIT", "SERVER_ERROR", "INVALID_REQ", "AUTH_ERROR", "PARSE_ERROR", "UNKNOWN"]
+"""The peer's word for what went wrong; the first two may pass."""
+CATEGORY: Final = "llm_d.async.error.category"
+NO_IDS: Final[Mapping[str, str]] = {}
 _w3c = TraceContextTextMapPropagator()
 _SDK: Final = logging.getLogger("opentelemetry")
 _QUERY: Final = re.compile(r"\?\S*")
@@ -57,14 +63,20 @@ class OtlpTracer:
         system: str,
         model: str,
         model_url: Callable[[], str],
+        queue_ids: Mapping[str, str] = NO_IDS,
         end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`system` names the broker, in the conventions' words. `end` stops what hangs at the end."""
+        """`system` names the broker, in the conventions' words. `end` stops what hangs at the end.
+
+        `model` and `model_url` are those of the one model, for requests that name none and have no route; may be empty.
+        `queue_ids` are by the names of queues; one without an id has its name.
+        """
         self._provider = provider
         self._tracer: OtelTracer = provider.get_tracer("inference_worker")
         self._system = system
         self._model = model
         self._model_url = model_url
+        self._queue_ids = queue_ids
         self._end = end
 
     def begin(self, delivery: Delivery) -> "DeliverySpan":
@@ -83,36 +95,56 @@ class OtlpTracer:
             attributes["messaging.message.id"] = delivery.message_id
         if delivery.correlation_id is not None:
             attributes["messaging.message.conversation_id"] = delivery.correlation_id
+        if delivery.route is not None:
+            attributes |= self._peers(delivery)
         span = self._tracer.start_span(
             f"process {delivery.queue}",
             context=_w3c.extract(headers, context=Context()),
             kind=SpanKind.CONSUMER,
             attributes=attributes,
         )
-        return DeliverySpan(self, span, headers.get(BAGGAGE))
+        return DeliverySpan(self, span, headers.get(BAGGAGE), delivery)
 
-    def begin_call(self, parent: OtelSpan, request: InferenceRequest, baggage: str | None) -> "ModelSpan":
+    def begin_call(
+        self, parent: OtelSpan, request: InferenceRequest, baggage: str | None, route: Route | None
+    ) -> "ModelSpan":
         """A call to the model, on behalf of a delivery."""
-        doing = operation(request.endpoint)
+        doing, model = operation(request.endpoint), request.model or self._model
         attributes: Attributes = {
             "gen_ai.operation.name": doing,
-            "gen_ai.request.model": self._model,
-            **self._server(),
+            **_said_of(model),
+            **_server(self._model_url() if route is None else route.base_url),
         }
         if request.stream:
             attributes["gen_ai.request.stream"] = True
+        if route is not None:
+            attributes["gen_ai.request.id"] = public_id(request.request_id)
         span = self._tracer.start_span(
-            f"{doing} {self._model}",
+            f"{doing} {model}".rstrip(),
             context=set_span_in_context(parent, Context()),
             kind=SpanKind.CLIENT,
             attributes=attributes,
         )
-        return ModelSpan(span, baggage)
+        return ModelSpan(span, baggage, of_peer=route is not None)
 
-    def _server(self) -> Attributes:
-        parts = urlsplit(self._model_url())
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        return {"server.address": parts.hostname or "", "server.port": port}
+    def re_enqueued(self, span: OtelSpan, delivery: Delivery) -> None:
+        """A delivery went back unfinished, as at a stop: whoever has it next goes on with a trace of its own."""
+        self._tracer.start_span(
+            "re-enqueue",
+            context=Context(),
+            links=[Link(span.get_span_context())],
+            attributes=self._peers(delivery),
+        ).end()
+
+    def _peers(self, delivery: Delivery) -> Attributes:
+        said: Attributes = {
+            "llm_d.async.queue.id": self._queue_ids.get(delivery.queue, delivery.queue),
+            "llm_d.async.queue.name": delivery.queue,
+            "llm_d.async.retry_count": delivery.attempts,
+        }
+        if delivery.request is not None:
+            said |= {"gen_ai.request.id": public_id(delivery.request.request_id), **_said_of(delivery.request.model)}
+        return said
 
     async def run(self, until: asyncio.Event) -> None:
         """See `ports.Tracer`."""
@@ -134,26 +166,38 @@ class OtlpTracer:
 class DeliverySpan:
     """See `ports.Span`."""
 
-    __slots__ = ("_baggage", "_span", "_tracer", "ids")
+    __slots__ = ("_baggage", "_delivery", "_span", "_tracer", "ids")
 
-    def __init__(self, tracer: OtlpTracer, span: OtelSpan, baggage: str | None) -> None:
+    def __init__(self, tracer: OtlpTracer, span: OtelSpan, baggage: str | None, delivery: Delivery) -> None:
         self._tracer = tracer
         self._span = span
         self._baggage = baggage
+        self._delivery = delivery
         context = span.get_span_context()
         self.ids: Mapping[str, str] = {"trace_id": format_trace_id(context.trace_id)} if context.is_valid else {}
 
     def calling(self, request: InferenceRequest) -> "ModelSpan":
         """See `ports.Span`."""
-        return self._tracer.begin_call(self._span, request, self._baggage)
+        return self._tracer.begin_call(self._span, request, self._baggage, self._delivery.route)
 
     def settled(self, outcome: Outcome, how: str, *, request_id: str | None) -> None:
         """See `ports.Span`."""
         if request_id is not None:
             self._span.set_attribute("inference_worker.request_id", request_id)
-        self._span.set_attribute("inference_worker.disposition", how)
+        # A lost delivery whose result is stored is a lost one all the same: the message comes again.
+        self._span.set_attribute("inference_worker.disposition", "lost" if how == "stored" else how)
         self._span.set_attribute("inference_worker.outcome", type(outcome).__name__)
-        if (error := _error_of(outcome)) is not None:
+        error = _error_of(outcome)
+        if self._delivery.route is not None:
+            if request_id is not None and self._delivery.request is None:
+                self._span.set_attribute("gen_ai.request.id", request_id)
+            if (category := category_of(outcome)) is not None:
+                self._span.set_attribute(CATEGORY, category)
+            if isinstance(outcome, Failed) and how == "retry":
+                error = None
+            if isinstance(outcome, Interrupted) and how == "requeue":
+                self._tracer.re_enqueued(self._span, self._delivery)
+        if error is not None:
             _fail(self._span, error)
 
     def failed(self, exc: BaseException) -> None:
@@ -168,10 +212,11 @@ class DeliverySpan:
 class ModelSpan:
     """See `ports.CallSpan`."""
 
-    __slots__ = ("_span", "headers")
+    __slots__ = ("_of_peer", "_span", "headers")
 
-    def __init__(self, span: OtelSpan, baggage: str | None) -> None:
+    def __init__(self, span: OtelSpan, baggage: str | None, *, of_peer: bool) -> None:
         self._span = span
+        self._of_peer = of_peer
         headers: dict[str, str] = {} if baggage is None else {BAGGAGE: baggage}
         _w3c.inject(headers, context=set_span_in_context(span, Context()))
         self.headers: Mapping[str, str] = headers
@@ -186,7 +231,12 @@ class ModelSpan:
 
     def ended(self, answer: Answer | ModelFailure | None, outcome: Outcome | None) -> None:
         """See `ports.CallSpan`."""
-        if (error := _error_of_call(answer, outcome)) is not None:
+        error = _error_of_call(answer, outcome)
+        if self._of_peer and (category := _category_of_call(answer, outcome)) is not None:
+            self._span.set_attribute(CATEGORY, category)
+            if category in PASSING:
+                error = None
+        if error is not None:
             _fail(self._span, error)
         if isinstance(answer, Answer):
             self._span.set_attribute("http.response.status_code", answer.status_code)
@@ -196,6 +246,16 @@ class ModelSpan:
             self._span.set_attribute("gen_ai.usage.input_tokens", outcome.usage.input_tokens)
             self._span.set_attribute("gen_ai.usage.output_tokens", outcome.usage.output_tokens)
             self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", outcome.usage.cached_input_tokens)
+
+
+def _said_of(model: str) -> Attributes:
+    return {"gen_ai.request.model": model} if model else {}
+
+
+def _server(url: str) -> Attributes:
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return {"server.address": parts.hostname or "", "server.port": port}
 
 
 def _fail(span: OtelSpan, error: str) -> None:
@@ -238,6 +298,63 @@ def _error_of_call(answer: Answer | ModelFailure | None, outcome: Outcome | None
             return outcome.reply.error_code if isinstance(outcome, Concluded) else None
 
 
+# ---------------------------------------------------------------- the peer's categories
+
+PASSING: Final[frozenset[ErrorCategory]] = frozenset({"RATE_LIMIT", "SERVER_ERROR"})
+
+
+def category_of(outcome: Outcome) -> ErrorCategory | None:
+    """What went wrong with the call or the message; None where nothing did, or it was a matter of time or of a gate."""
+    match outcome:
+        case Failed(status_code=429):
+            return "RATE_LIMIT"
+        case Failed():
+            return "SERVER_ERROR"
+        case Malformed():
+            return "INVALID_REQ"
+        case Concluded(reply=reply):
+            match reply.error_code:
+                case "model_error":
+                    return _category_of_status(reply.status_code)
+                case "bad_response":
+                    return "PARSE_ERROR"
+                case "invalid_request" | "payload_unavailable":
+                    return "INVALID_REQ"
+                case "poison" | "retries_exhausted":
+                    return "UNKNOWN"
+    return None
+
+
+def _category_of_call(answer: Answer | ModelFailure | None, outcome: Outcome | None) -> ErrorCategory | None:
+    match answer:
+        case None:
+            return None
+        case BadResponse(status_code=429):
+            return "RATE_LIMIT"
+        case BadResponse(status_code=int(status)) if status >= 500:
+            return "SERVER_ERROR"
+        case BadResponse():
+            return "PARSE_ERROR"
+        case ModelGone() | ModelCut():
+            return "SERVER_ERROR"
+        case ModelFailure():
+            return "UNKNOWN"
+        case Answer():
+            return None if outcome is None else category_of(outcome)
+
+
+def _category_of_status(status_code: int) -> ErrorCategory:
+    match status_code:
+        case 401 | 403:
+            return "AUTH_ERROR"
+        case 429:
+            return "RATE_LIMIT"
+        case _ if status_code >= 500:
+            return "SERVER_ERROR"
+        case _:
+            return "INVALID_REQ"
+
+
 # ---------------------------------------------------------------- the collector
 
 
@@ -251,6 +368,7 @@ def tracer(
     system: str,
     model: str,
     model_url: Callable[[], str],
+    queue_ids: Mapping[str, str] = NO_IDS,
 ) -> OtlpTracer:
     """A tracer that sends to `endpoint`, the whole URL. To be called inside a running loop.
 
@@ -274,7 +392,9 @@ def tracer(
     except (ValueError, RuntimeError) as exc:
         # It reads its variables for itself, so that what is wrong with them shows only here.
         raise ConfigurationError((f"OTEL_*: OpenTelemetry does not take a variable: {exc}",)) from exc
-    return OtlpTracer(provider, system=system, model=model, model_url=model_url, end=exporter.shutdown)
+    return OtlpTracer(
+        provider, system=system, model=model, model_url=model_url, queue_ids=queue_ids, end=exporter.shutdown
+    )
 
 
 class _Told(SpanExporter):

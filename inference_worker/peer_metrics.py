@@ -19,13 +19,13 @@ from prometheus_client.utils import floatToGoString
 from inference_worker.gates.aimd import BandReading
 from inference_worker.gates.redis_gates import DrainLimit
 from inference_worker.gates.saturation import Seen, Told
+from inference_worker.gates.waiting import GateDecision
 from inference_worker.lanes import LANES
 from inference_worker.messages import Usage
 
 PREFIX: Final = "llm_d_async"
 QUEUE_LABELS: Final = ("queue_id", "queue_name", "pool_name")
 
-GateDecision = Literal["gate_closed", "quota_exhausted", "dropped", "error"]
 Direction = Literal["input", "output"]
 ReloadResult = Literal["success", "error"]
 
@@ -40,6 +40,7 @@ PROXIMITY_BUCKETS_MS: Final = (
     *(3.6e6, 7.2e6, 21.6e6, 86.4e6),
 )
 """What has a deadline behind it is in the first."""
+PROXIMITY_WINDOWS_S: Final = tuple(bound / 1000 for bound in PROXIMITY_BUCKETS_MS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,31 +66,18 @@ class PeerMetrics:
         *,
         queues: Sequence[Place],
         pools: Sequence[str],
-        metric_gates: Sequence[tuple[Place, str]] = (),
-        leased_pools: Sequence[str] = (),
-        aimd_pools: Sequence[str] = (),
         message_latency: bool = False,
     ) -> None:
-        """`metric_gates` are places with the inference pool that a gate there looks at.
+        """What single kinds of gates tell has its series from when such a gate is made.
 
         `message_latency`: whether messages tell when they were published, so that the time since then can be counted.
         """
         # Else there is one more series for each counter: when it was made.
         disable_created_metrics()  # type: ignore[no-untyped-call] # it has no annotations.
-        families = _Families(registry, message_latency)
+        self._families = families = _Families(registry, message_latency)
         self._queues = {place: QueueMetrics(families, place) for place in queues}
         self._at_pools = {pool: GateMetrics(families, Place(pool_name=pool)) for pool in pools}
         self._worker_limits = {pool: families.worker_limit.labels(pool) for pool in pools}
-        self._readings = {
-            (place, pool): tuple(gauge.labels(*place.labels, pool) for gauge in families.gate_readings)
-            for place, pool in metric_gates
-        }
-        self._drains = {pool: tuple(gauge.labels(pool) for gauge in families.drain) for pool in leased_pools}
-        self._bands = {
-            (pool, band): tuple(gauge.labels(pool, band) for gauge in families.aimd)
-            for pool in aimd_pools
-            for band in LANES
-        }
         self._reloads = {result: families.reloads.labels(result) for result in get_args(ReloadResult)}
         self._last_reload = families.last_reload
 
@@ -106,8 +94,9 @@ class PeerMetrics:
         self._worker_limits[pool].set(slots)
 
     def told(self, place: Place, inference_pool: str) -> Told:
-        """What a gate that looks at metrics tells its readings."""
-        value, threshold, available = self._readings[place, inference_pool]
+        """What a gate that looks at metrics tells its readings; its series are there from now on."""
+        labels = (*place.labels, inference_pool)
+        value, threshold, available = (gauge.labels(*labels) for gauge in self._families.gate_readings)
 
         def tell(seen: Seen) -> None:
             if seen.value is not None:  # The last one stays, and the third gauge says that it is old.
@@ -118,8 +107,8 @@ class PeerMetrics:
         return tell
 
     def drain_told(self, pool: str) -> Callable[[DrainLimit], None]:
-        """What a gate with a leased rate tells of its lease."""
-        rate, valid, until = self._drains[pool]
+        """What a gate with a leased rate tells of its lease; its series are there from now on."""
+        rate, valid, until = (gauge.labels(pool) for gauge in self._families.drain)
 
         def tell(limit: DrainLimit) -> None:
             rate.set(limit.rate)
@@ -129,9 +118,10 @@ class PeerMetrics:
         return tell
 
     def bands(self, pool: str, readings: Iterable[BandReading]) -> None:
-        """How the windows of a pool stand."""
+        """How the windows of a pool stand; their series are there from now on, without a reading at 0."""
+        bands = {band: [gauge.labels(pool, band) for gauge in self._families.aimd] for band in LANES}
         for reading in readings:
-            window, ssthresh, in_flight = self._bands[pool, reading.band]
+            window, ssthresh, in_flight = bands[reading.band]
             window.set(reading.window)
             ssthresh.set(reading.ssthresh)
             in_flight.set(reading.in_flight)
@@ -251,6 +241,10 @@ class QueueMetrics:
         """How far off the deadlines are of what waits now. It replaces what was said before."""
         self._proximity.replace([seconds * 1000 for seconds in left_s])
 
+    def deadlines_within(self, counts: Sequence[int]) -> None:
+        """The same, from how many are due within each of `PROXIMITY_WINDOWS_S`, and in all."""
+        self._proximity.replace_counted(counts)
+
 
 class _Families:
     """Every metric, without its values."""
@@ -360,3 +354,15 @@ class _Counts:
         self.total = 0.0
         for value in values:
             self.observe(value)
+
+    def replace_counted(self, cumulative: Sequence[int]) -> None:
+        """Take over counts, each with those before it in it; the values are not known but for their bounds.
+
+        Counted one after the other while others come and go, they may fall; then the smaller is taken for the larger.
+        """
+        rising = list(accumulate(cumulative, max))
+        counts = [count - before for count, before in zip(rising, (0, *rising[:-1]), strict=True)]
+        # Each counts as its bound, so that the mean is one from above, and what lies beyond all of them as the last.
+        ends = (*self._bounds[:-1], self._bounds[-2])
+        self.total = sum(count * end for count, end in zip(counts, ends, strict=True))
+        self.counts = counts

@@ -6,26 +6,45 @@ Not here: what ends the waiting early (the processor's affair), and what becomes
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
 from inference_worker.disposition import Concluded, Outcome
-from inference_worker.errors import BadResponse, ModelFailure
+from inference_worker.errors import BadResponse, ModelCut, ModelFailure
 from inference_worker.gates.feedback import feedback
 from inference_worker.gates.permits import NOT_SENT, give_back
-from inference_worker.gates.waiting import outlast
-from inference_worker.ports import NO_HEADERS, Admitted, Answer, Asked, Gate, Permit, Verdict
+from inference_worker.gates.waiting import SHORTEST_PAUSE_S, GateTold, outlast
+from inference_worker.ports import (
+    NO_HEADERS,
+    Admitted,
+    Answer,
+    Asked,
+    Dropped,
+    Feedback,
+    Gate,
+    Parked,
+    Permit,
+    TurnedAway,
+    Verdict,
+)
 
 WAIT_S: Final = 300.0
 """How long a request waits at a gate."""
 
 
+def nobody_wants(_: Feedback) -> None:
+    """Nobody but the gates that have given something wants to know."""
+
+
 class Permits:
     """What one request has taken, until it is given back: once, with what became of it."""
 
-    def __init__(self, taken: tuple[Permit, ...]) -> None:
+    def __init__(self, taken: tuple[Permit, ...], told: Callable[[Feedback], None] = nobody_wants) -> None:
+        """`told` hears what became of the call, also where nothing was taken here: another gate may want to know."""
         self._taken = taken
+        self._told = told
+        self._over = False
         self._sent_at: float | None = None
 
     def sent(self, at: float) -> None:
@@ -37,18 +56,19 @@ class Permits:
 
         A repeat does nothing.
         """
-        taken, self._taken = self._taken, ()
-        if not taken:
+        if self._over:
             return
+        taken, self._taken, self._over = self._taken, (), True
         usage = outcome.usage if isinstance(outcome, Concluded) else None
         seen = feedback(
-            answer.status_code if isinstance(answer, Answer | BadResponse) else None,
-            answer.headers if isinstance(answer, Answer) else NO_HEADERS,
+            answer.status_code if isinstance(answer, Answer | ModelCut | BadResponse) else None,
+            answer.headers if isinstance(answer, Answer | ModelCut) else NO_HEADERS,
             sent_at=self._sent_at,
-            retry_after_s=answer.retry_after_s if isinstance(answer, Answer) else None,
+            retry_after_s=answer.retry_after_s if isinstance(answer, Answer | ModelCut) else None,
             input_tokens=usage.input_tokens if usage is not None else None,
             output_tokens=usage.output_tokens if usage is not None else None,
         )
+        self._told(seen)
         await give_back(taken, seen)
 
     async def over(self) -> None:
@@ -63,9 +83,10 @@ class Permits:
 class Question:
     """A question to a gate on its way."""
 
-    def __init__(self, asking: "asyncio.Task[Verdict]", until: float) -> None:
+    def __init__(self, asking: "asyncio.Task[Verdict]", until: float, heard: "Heard") -> None:
         self._asking = asking
         self._until = until
+        self._heard = heard
         self._taken = False
         self.answered = asyncio.Event()
         asking.add_done_callback(lambda _: self.answered.set())
@@ -77,8 +98,9 @@ class Question:
 
     @property
     def left_s(self) -> float:
-        """Seconds until nobody waits for it any more."""
-        return max(self._until - asyncio.get_running_loop().time(), 0.0)
+        """Seconds until nobody waits for it any more; 0 where rounding alone has left some."""
+        left_s = self._until - asyncio.get_running_loop().time()
+        return left_s if left_s > SHORTEST_PAUSE_S else 0.0
 
     def verdict(self) -> Verdict:
         """The verdict, which has come. What it has admitted is the caller's to give back.
@@ -87,7 +109,13 @@ class Question:
             GateFailed: it could not be said.
         """
         self._taken = True
-        return self._asking.result()
+        try:
+            verdict = self._asking.result()
+        except Exception:
+            self._heard.failed()
+            raise
+        self._heard.verdict(verdict)
+        return verdict
 
     async def withdraw(self) -> None:
         """Nobody wants to know any more: what was admitted all the same goes back. A second cancellation waits."""
@@ -109,23 +137,67 @@ class Question:
             raise cut
 
 
+class Heard:
+    """Tells what one request met at the gate: that it waits, once, or why it goes no further."""
+
+    def __init__(self, told: GateTold | None) -> None:
+        self._told = told
+        self._waits = False
+
+    def parked(self, verdict: Parked) -> None:
+        """It waits from now on."""
+        if self._told is not None:
+            self._waits = True
+            self._told.decided(verdict.because)
+            self._told.waiting(+1)
+
+    def verdict(self, verdict: Verdict) -> None:
+        """The gate's last word to it. Who has waited and is turned away then was told of already."""
+        if self._told is None:
+            return
+        match verdict:
+            case TurnedAway(because=because) if not self._waits:
+                self._told.decided(because)
+            case Dropped():
+                self._told.decided("dropped")
+            case _:
+                pass
+
+    def failed(self) -> None:
+        """The gate could not say."""
+        if self._told is not None:
+            self._told.decided("error")
+
+    def gone(self) -> None:
+        """It is not at the gate any more, however it came away."""
+        if self._told is not None and self._waits:
+            self._told.waiting(-1)
+
+
 class PoolGate:
     """One gate for all requests of a pool."""
 
-    def __init__(self, gate: Gate, rng: random.Random, *, wait_s: float = WAIT_S) -> None:
-        """`wait_s` is how long a request waits here; 0 = until its deadline."""
+    def __init__(self, gate: Gate, rng: random.Random, *, wait_s: float = WAIT_S, told: GateTold | None = None) -> None:
+        """`wait_s` is how long a request waits here; 0 = until its deadline. `told` counts what happens here."""
         self._gate = gate
         self._rng = rng
+        self._told = told
         self.wait_s = wait_s
 
     @asynccontextmanager
     async def asking(self, asked: Asked, left_s: float) -> AsyncGenerator[Question, None]:
         """Ask while the gate says wait; leaving the context withdraws the question. `left_s` is to the deadline."""
         until = asyncio.get_running_loop().time() + (min(self.wait_s, left_s) if self.wait_s > 0 else left_s)
-        asking = asyncio.create_task(outlast(self._gate, asked, until, self._rng), name="a question to a gate")
-        question = Question(asking, until)
+        heard = Heard(self._told)
+        asking = asyncio.create_task(
+            outlast(self._gate, asked, until, self._rng, heard.parked), name="a question to a gate"
+        )
+        question = Question(asking, until, heard)
         try:
             await asyncio.sleep(0)  # Most gates need no more.
             yield question
         finally:
-            await question.withdraw()
+            try:
+                await question.withdraw()
+            finally:
+                heard.gone()

@@ -3,7 +3,7 @@
 Not here: what is counted by who does it, where it happens (reconnects, refused publishes, suspensions).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import structlog
 
@@ -15,12 +15,14 @@ from inference_worker.disposition import (
     Interrupted,
     Malformed,
     NotAdmitted,
+    NotStored,
     Outcome,
 )
 from inference_worker.message_processor import Job
-from inference_worker.messages import Reply, Timings
+from inference_worker.messages import Reply, Timings, shown_id
 from inference_worker.metrics import WorkerMetrics
 from inference_worker.metrics_buffer import MetricsBuffer, RequestRecord
+from inference_worker.ports import AlreadyAnswered
 
 log = structlog.get_logger(__name__)
 
@@ -48,9 +50,15 @@ class Notes:
             self._metrics.retried(outcome.fault)
         if isinstance(outcome, Answered):
             self._metrics.answered_from_store()
+            if outcome.reply.error_code == "cancelled":
+                self._metrics.cancelled(
+                    "in_call" if isinstance(job.ended_call_because, AlreadyAnswered) else "before_call"
+                )
+        if isinstance(outcome, NotStored):
+            self._metrics.not_stored()
         finished_at = self._now()
         status_code = reply.status_code if reply is not None else _status_of(outcome)
-        request_id = id_of(job) or (reply.request_id if reply is not None else None)
+        request_id = id_of(job) or (shown_id(reply.request_id) if reply is not None else None)
         self._buffer.add(
             RequestRecord(
                 request_id=request_id,
@@ -81,6 +89,7 @@ class Notes:
             queue_s=_rounded(timings.queue_s),
             model_s=_rounded(timings.model_s),
             settle_s=_rounded(settle_s),
+            **_queue_of(job),
             **job.span.ids,
         )
         job.span.settled(outcome, how, request_id=request_id)
@@ -90,19 +99,26 @@ class Notes:
         if stored and isinstance(outcome, Concluded):
             self._metrics.result(outcome.reply, outcome.usage)
             self._metrics.timed(outcome.reply.timings)
+        self._metrics.delivery_lost(stored=stored)
         self._log.info(
             "the delivery was lost; the broker delivers it again",
             request_id=id_of(job),
             attempt=job.delivery.attempts,
             stored=stored,
+            **_queue_of(job),
             **job.span.ids,
         )
-        job.span.settled(outcome, "lost", request_id=id_of(job))
+        job.span.settled(outcome, "stored" if stored else "lost", request_id=id_of(job))
 
 
 def id_of(job: Job) -> str | None:
     """The request's id, where the message is a request."""
-    return job.request.request_id if job.request is not None else None
+    return shown_id(job.request.request_id) if job.request is not None else None
+
+
+def _queue_of(job: Job) -> Mapping[str, str]:
+    """Said where there are several."""
+    return {} if job.delivery.route is None else {"queue": job.delivery.queue}
 
 
 def _reply_of(outcome: Outcome, how: DispositionName) -> Reply | None:

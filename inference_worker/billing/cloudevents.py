@@ -19,7 +19,7 @@ from cloudevents.core.formats.json import JSONFormat
 from cloudevents.core.v1.event import CloudEvent
 
 from inference_worker.errors import SinkUnavailable
-from inference_worker.messages import InferenceRequest, Reply, Usage
+from inference_worker.messages import InferenceRequest, Reply, Usage, public_id, shown_id
 from inference_worker.ports import Delivered, Refused
 
 EVENT_TYPE: Final = "inference.usage"
@@ -60,7 +60,7 @@ def usage_event(
     event = CloudEvent(
         {
             "specversion": "1.0",
-            "id": f"{request.request_id}:usage",
+            "id": f"{shown_id(request.request_id)}:usage",
             "source": f"urn:inference-worker:deployment:{quote(deployment_id, safe='')}",
             "type": EVENT_TYPE,
             "subject": _text(request.tenant or org_id or user_id),
@@ -68,8 +68,8 @@ def usage_event(
             "datacontenttype": "application/json",
         },
         {
-            "request_id": request.request_id,
-            "model": hf_model_id,
+            "request_id": public_id(request.request_id),
+            "model": request.model or hf_model_id,
             "operation": operation(request.endpoint),
             "input_tokens": usage.input_tokens,
             "output_tokens": usage.output_tokens,

@@ -355,7 +355,49 @@ async def test_what_is_no_answer_is_a_failure_of_its_kind(
             await eventually(lambda: server.open == 0, within=0.2, what="the connection is closed")
 
 
-async def test_nobody_there_is_gone() -> None:
+@pytest.mark.parametrize(
+    ("said", "retry_after_s"),
+    [
+        pytest.param(["Retry-After: 7"], 7.0, id="with it"),
+        pytest.param([], None, id="without"),
+        pytest.param(["Retry-After: soon"], None, id="garbage"),
+    ],
+)
+@pytest.mark.parametrize("status", ["429 Too Many Requests", "503 Service Unavailable"])
+async def test_an_error_brings_its_retry_after_along_case_278(
+    status: str, said: list[str], retry_after_s: float | None
+) -> None:
+    answer = await asked(says(http(b"busy", *said, status=status)))
+
+    assert (answer.status_code, answer.body, answer.retry_after_s) == (int(status[:3]), b"busy", retry_after_s)
+
+
+@pytest.mark.parametrize("rest", [pytest.param(b"", id="all"), pytest.param(b'{"a', id="half")])
+async def test_an_error_whose_body_is_cut_keeps_what_its_head_said_case_281(rest: bytes) -> None:
+    said = ("Retry-After: 7", "X-LLM-D-Request-Dropped-Reason: rejected-saturated", "X-No: 1")
+    start = head("Content-Length: 9", *said).replace(b"200 OK", b"429 No")
+    with pytest.raises(ModelCut, match=r"^429, and the answer stopped before its end \[rejected-saturated\]: ") as cut:
+        await asked(says(start, rest, close=True))
+
+    assert (cut.value.status_code, cut.value.retry_after_s) == (429, 7.0)
+    assert cut.value.headers == {"x-llm-d-request-dropped-reason": "rejected-saturated"}
+
+
+async def test_half_an_answer_is_no_success_case_281() -> None:
+    with pytest.raises(ModelCut, match=r"^the answer stopped before its end: ") as cut:
+        await asked(says(head("Content-Length: 9", "Retry-After: 7"), b'{"a', close=True))
+
+    assert (cut.value.status_code, cut.value.retry_after_s, cut.value.headers) == (None, None, {})
+
+
+@pytest.mark.parametrize("url", ["", "no-url", "http://", "http://[::1", "http://host:port", "ftp://host"])
+async def test_a_url_that_is_none_is_gone_case_280(url: str) -> None:
+    async with client(url) as model:
+        with pytest.raises(ModelGone):
+            await infer(model)
+
+
+async def test_nobody_there_is_gone_case_280() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     async with client(f"http://127.0.0.1:{port}") as model:
@@ -393,7 +435,7 @@ async def test_a_call_that_takes_too_long_is_slow_and_its_connection_closed(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_cancelling_a_call_closes_its_connection_at_once(stream: bool) -> None:
+async def test_cancelling_a_call_closes_its_connection_at_once_case_280(stream: bool) -> None:
     server = RawServer(says(*chunked(EVENTS[:900], end=False), forever=True))
     async with server.serving() as url, client(url) as model:
         call = asyncio.ensure_future(infer(model, stream=stream))

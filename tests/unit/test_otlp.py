@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +15,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
 from structlog.testing import capture_logs
 
+from inference_worker.disposition import Concluded, Hold, Malformed, NotStored, Outcome, Token
 from inference_worker.errors import BadResponse, ConfigurationError, ModelCut, ModelGone, ModelSlow
-from inference_worker.otlp import OtlpTracer, tracer
-from inference_worker.ports import Answer, Delivery
-from tests.unit.worker_kit import FakeModel, Site, Worker, body, running
+from inference_worker.message_processor import Job
+from inference_worker.messages import ErrorCode, InferenceRequest
+from inference_worker.otlp import OtlpTracer, category_of, tracer
+from inference_worker.ports import Answer, Delivery, Route
+from tests.store_contract import failure
+from tests.unit.worker_kit import FakeModel, Site, Worker, body, now, running
 from tests.waiting import eventually
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -78,6 +83,10 @@ def error(span: ReadableSpan) -> object:
     """Its `error.type`; it and the status say the same."""
     assert (span.status.status_code is StatusCode.ERROR) is ("error.type" in about(span))
     return about(span).get("error.type")
+
+
+def ended(error_code: ErrorCode, status_code: int) -> Concluded:
+    return Concluded(reply=failure(error_code=error_code, status_code=status_code), hold=Hold("a", Token("t")))
 
 
 def ids(span: ReadableSpan) -> tuple[str, str]:
@@ -309,6 +318,197 @@ async def test_a_delivery_that_is_lost_says_so(traced: Traced) -> None:
         await eventually(lambda: traced.spans[1:], within=60, what="its spans")
 
     assert about(traced.spans[1])["inference_worker.disposition"] == "lost"
+
+
+# ---------------------------------------------------------------- of requests of the peer's
+
+
+def routed(metadata: dict[str, str] | None = None, *, attempts: int = 0, request_id: str = "a") -> Delivery:
+    """A delivery as a queue of llm-d-async's gives it: read, with its metadata, and with a way to go."""
+    request = InferenceRequest(
+        request_id=request_id,
+        received_at=now(),
+        timeout_s=60.0,
+        deadline=now() + 60.0,
+        payload=b"{}",
+        endpoint="/v1/completions",
+        stream=False,
+        metadata=metadata or {},
+        model="org/large",
+    )
+    return Delivery(
+        body=b"{}",
+        attempts=attempts,
+        queue="requests:chat",
+        message_id=request_id,
+        redelivered=False,
+        receipt=None,
+        lost=asyncio.Event(),
+        headers=request.metadata,
+        request=request,
+        route=Route(
+            base_url="http://gateway:8080", path="/v1/completions", headers={"x-llm-d-inference-objective": "o"}
+        ),
+    )
+
+
+async def of_peer(
+    traced: Traced, delivery: Delivery, how: str = "ack", *, stop: bool = False, **options: Any
+) -> list[ReadableSpan]:
+    """The spans of one delivery, in the order of their ends."""
+    worker = traced.worker(**options)
+    worker.listener._tracer = OtlpTracer(
+        traced.provider, system="redis", model="", model_url=lambda: "", queue_ids={"requests:chat": "chat"}
+    )
+    job = Job(delivery, worker.listener._tracer.begin(delivery))
+    if stop:
+        asyncio.get_running_loop().call_later(1.0, worker.processor.interrupt)
+    outcome = await worker.processor.process(job)
+    worker.processor.forget(job)
+    job.span.settled(outcome, how, request_id="a")
+    job.span.end()
+    return traced.spans
+
+
+CATEGORY = "llm_d.async.error.category"
+
+
+async def test_the_spans_say_what_the_peers_say_without_error_on_success_case_304(traced: Traced) -> None:
+    call, process = await of_peer(traced, routed(attempts=2))
+
+    said = about(process)
+    assert {name: value for name, value in said.items() if name.startswith(("llm_d.", "gen_ai."))} == {
+        "llm_d.async.queue.id": "chat",
+        "llm_d.async.queue.name": "requests:chat",
+        "llm_d.async.retry_count": 2,
+        "gen_ai.request.id": "a",
+        "gen_ai.request.model": "org/large",
+    }
+    assert (said["inference_worker.attempt"], said["messaging.destination.name"]) == (2, "requests:chat")
+    assert (about(call)["gen_ai.request.id"], about(call)["gen_ai.request.model"]) == ("a", "org/large")
+    assert (about(call)["server.address"], about(call)["server.port"]) == ("gateway", 8080)
+    assert call.name == "text_completion org/large"
+    assert error(process) is error(call) is None
+    assert CATEGORY not in about(call)
+
+
+async def test_a_queue_without_an_id_has_its_name(traced: Traced) -> None:
+    tracer = OtlpTracer(traced.provider, system="redis", model="", model_url=lambda: "")
+
+    tracer.begin(replace(routed(), request=None)).end()
+
+    (process,) = traced.spans
+    assert about(process)["llm_d.async.queue.id"] == "requests:chat"
+    assert "gen_ai.request.id" not in about(process)
+
+
+@pytest.mark.parametrize(
+    ("came", "category"),
+    [
+        pytest.param(Answer(status_code=429, reason="", body=b"{}"), "RATE_LIMIT", id="a 429"),
+        pytest.param(Answer(status_code=500, reason="", body=b"{}"), "SERVER_ERROR", id="a 500"),
+        pytest.param(ModelGone("refused"), "SERVER_ERROR", id="nobody there"),
+        pytest.param(BadResponse("", 429), "RATE_LIMIT", id="a 429 inside an answer"),
+        pytest.param(BadResponse("", 503), "SERVER_ERROR", id="a 503 inside an answer"),
+    ],
+)
+async def test_what_is_tried_again_has_a_category_and_is_no_error_case_304(
+    traced: Traced, came: Exception | Answer, category: str
+) -> None:
+    traced.model.failures = [came]
+
+    call, process = await of_peer(traced, routed(), "retry", retry_statuses=frozenset({429, 500, 503}))
+
+    assert (about(call)[CATEGORY], error(call)) == (category, None)
+    assert (about(process)[CATEGORY], error(process)) == (
+        "SERVER_ERROR" if isinstance(came, BadResponse) else category,
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("came", "category", "of_delivery"),
+    [
+        pytest.param(Answer(status_code=400, reason="", body=b"{}"), "INVALID_REQ", "model_error", id="a refusal"),
+        pytest.param(Answer(status_code=401, reason="", body=b"{}"), "AUTH_ERROR", "model_error", id="no key"),
+        pytest.param(Answer(status_code=200, reason="", body=b"<p>"), "PARSE_ERROR", "bad_response", id="no JSON"),
+        pytest.param(BadResponse("too large"), "PARSE_ERROR", "bad_response", id="unusable"),
+    ],
+)
+async def test_what_ends_a_request_is_an_error_with_a_category_case_304(
+    traced: Traced, came: Exception | Answer, category: str, of_delivery: str
+) -> None:
+    traced.model.failures = [came]
+
+    call, process = await of_peer(traced, routed())
+
+    assert (about(call)[CATEGORY], about(process)[CATEGORY]) == (category, category)
+    assert error(call) is not None
+    assert error(process) == of_delivery
+
+
+@pytest.mark.parametrize(
+    ("outcome", "category"),
+    [
+        pytest.param(Malformed(reason="no", reply=None), "INVALID_REQ", id="no request"),
+        pytest.param(ended("model_error", 503), "SERVER_ERROR", id="a 503 that is not tried again"),
+        pytest.param(ended("model_error", 429), "RATE_LIMIT", id="a 429 that is not tried again"),
+        pytest.param(ended("payload_unavailable", 410), "INVALID_REQ", id="no payload"),
+        pytest.param(ended("poison", 500), "UNKNOWN", id="poison"),
+        pytest.param(ended("expired", 408), None, id="too late"),
+        pytest.param(ended("gate_dropped", 429), None, id="dropped by a gate"),
+        pytest.param(NotStored(), None, id="not stored"),
+    ],
+)
+def test_a_category_says_what_was_wrong_with_the_request_or_its_call(outcome: Outcome, category: str | None) -> None:
+    assert category_of(outcome) == category
+
+
+async def test_too_slow_is_of_no_known_category(traced: Traced) -> None:
+    traced.model.failures = [ModelSlow("slow")]
+
+    call, _ = await of_peer(traced, routed(), "retry")
+
+    assert (about(call)[CATEGORY], error(call)) == ("UNKNOWN", "timeout")
+
+
+async def test_what_goes_back_at_shutdown_has_a_linked_span_of_another_trace_case_304_306(traced: Traced) -> None:
+    traced.model.takes_s = 100.0
+
+    _, again, process = await of_peer(traced, routed({"traceparent": PARENT}), "requeue", stop=True)
+
+    assert again.name == "re-enqueue"
+    assert again.parent is None
+    assert [(format_trace_id(link.context.trace_id), format_span_id(link.context.span_id)) for link in again.links] == [
+        ids(process)
+    ]
+    assert ids(again)[0] != ids(process)[0] == TRACE
+    assert about(again)["llm_d.async.queue.name"] == "requests:chat"
+    assert error(process) is error(again) is None
+
+
+async def test_a_delivery_without_a_route_has_none_when_it_goes_back(traced: Traced) -> None:
+    traced.model.takes_s = 100.0
+
+    spans = await of_peer(traced, replace(routed(), route=None), "requeue", stop=True)
+
+    assert [span.kind for span in spans] == [SpanKind.CLIENT, SpanKind.CONSUMER]
+    assert not [name for span in spans for name in about(span) if name.startswith("llm_d.")]
+
+
+async def test_the_metadatas_trace_goes_on_to_the_gateway_case_305(traced: Traced) -> None:
+    metadata = {"traceparent": PARENT, "tracestate": "k=v", "baggage": "user=7", "userid": "u"}
+
+    call, process = await of_peer(traced, routed(metadata))
+
+    assert process.parent is not None
+    assert (ids(process)[0], format_span_id(process.parent.span_id)) == (TRACE, PRODUCER)
+    assert call.parent is not None
+    assert (ids(call)[0], format_span_id(call.parent.span_id)) == ids(process)
+    (headers,) = traced.model.headers
+    assert headers["traceparent"] == f"00-{TRACE}-{ids(call)[1]}-01"
+    assert (headers["tracestate"], headers["baggage"]) == ("k=v", "user=7")
+    assert headers["x-llm-d-inference-objective"] == "o"
 
 
 # ---------------------------------------------------------------- the collector

@@ -1,5 +1,7 @@
 """The metrics under the peer's names. Names end in the number of the peer's case, where there is one."""
 
+from pathlib import Path
+
 import pytest
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -11,6 +13,7 @@ from inference_worker.lanes import LANES
 from inference_worker.messages import Usage
 from inference_worker.peer_metrics import PeerMetrics, Place
 
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 CHAT = Place(queue_id="chat", queue_name="requests:chat", pool_name="gpu")
 BULK = Place(queue_id="bulk", queue_name="requests:bulk", pool_name="gpu")
 POOL = Place(pool_name="gpu")
@@ -82,15 +85,11 @@ TABLE: list[tuple[str, str, tuple[str, ...], tuple[float, ...]]] = [
 
 def made(message_latency: bool = True) -> tuple[PeerMetrics, CollectorRegistry]:
     registry = CollectorRegistry()
-    metrics = PeerMetrics(
-        registry,
-        queues=[CHAT, BULK],
-        pools=["gpu"],
-        metric_gates=[(CHAT, "llama"), (POOL, "llama")],
-        leased_pools=["gpu"],
-        aimd_pools=["gpu"],
-        message_latency=message_latency,
-    )
+    metrics = PeerMetrics(registry, queues=[CHAT, BULK], pools=["gpu"], message_latency=message_latency)
+    for place in (CHAT, POOL):
+        metrics.told(place, "llama")
+    metrics.drain_told("gpu")
+    metrics.bands("gpu", ())
     return metrics, registry
 
 
@@ -137,6 +136,21 @@ def test_there_are_no_metrics_but_those_of_the_table_case_300() -> None:
     assert families(made()[1]).keys() == everything
     without = families(made(message_latency=False)[1]).keys()
     assert everything - without == {"llm_d_async_async_message_latency_time_millis"}
+
+
+def test_the_table_in_the_docs_is_what_is_exposed() -> None:
+    section = DOCS.read_text().partition("## Of a process of many queues")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in section.splitlines()]
+    documented = {row[0].strip("`"): (row[1], row[2]) for row in rows if len(row) == 4 and row[0].startswith("`")}
+
+    exposed = {}
+    for name, kind, labels, _ in TABLE:
+        said = [*(["q"] if labels[:3] == Q else []), *(f"`{label}`" for label in labels if label not in Q[:2])]
+        own = [label for label in said if "q" not in said or label != "`pool_name`"]
+        exposed[name.removeprefix("async_")] = (kind, ", ".join(own) or "–")
+
+    del exposed["message_latency_time_millis"]
+    assert documented == exposed
 
 
 def test_everything_is_at_0_from_the_start_and_no_series_is_born_later() -> None:
@@ -248,6 +262,30 @@ def test_the_nearness_of_deadlines_is_a_snapshot_that_is_replaced_case_309() -> 
     assert value(registry, f"{name}_count", CHAT) == 1
     assert value(registry, f"{name}_sum", CHAT) == 7000
     assert value(registry, f"{name}_count", BULK) == 0
+
+
+def test_the_nearness_of_deadlines_may_come_as_counts_that_have_those_before_in_them_case_309() -> None:
+    metrics, registry = made()
+    name = "deadline_proximity_millis"
+
+    metrics.queue(CHAT).deadlines_within([9] * 15)
+    metrics.queue(CHAT).deadlines_within([1, 1, 4, *[4] * 11, 5])
+
+    bounds = ("0.0", "1000.0", "5000.0", "8.64e+07", "+Inf")
+    assert [value(registry, f"{name}_bucket", CHAT, le=le) for le in bounds] == [1, 1, 4, 4, 5]
+    assert value(registry, f"{name}_count", CHAT) == 5
+    assert value(registry, f"{name}_sum", CHAT) == 3 * 5000 + 86_400_000
+    assert value(registry, f"{name}_count", BULK) == 0
+
+
+def test_counts_that_fall_since_some_have_gone_meanwhile_are_no_negative_numbers() -> None:
+    metrics, registry = made()
+
+    metrics.queue(CHAT).deadlines_within([3, 2, *[4] * 13])
+
+    found = [sample for sample in samples(registry).items() if "proximity" in sample[0][0]]
+    assert all(number >= 0 for _, number in found)
+    assert value(registry, "deadline_proximity_millis_bucket", CHAT, le="1000.0") == 3
 
 
 def test_a_backlog_that_is_not_known_is_0_and_said_to_be_unknown() -> None:

@@ -265,7 +265,8 @@ class Watched:
         await self.real.publish(body, message_id=message_id, headers=headers)
 
     async def backlog(self) -> Backlog:
-        return await self.real.backlog()
+        backlog = await self.real.backlog()
+        return replace(backlog, withheld=backlog.ready if self._worker.withholds else 0)
 
 
 class Site:
@@ -330,6 +331,8 @@ class Worker:
         self.settle_takes_s = 0.0
         self.deaf = False
         """Its consumer is alive and gets nothing."""
+        self.withholds = False
+        """Its queue keeps what is ready, and says so."""
         self.refusals: list[str] = []
         """Why the next connections cannot be had."""
         self.connect_takes_s = 0.0
