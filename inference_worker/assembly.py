@@ -6,8 +6,8 @@ import random
 import secrets
 import signal
 import ssl
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -16,7 +16,6 @@ import structlog
 
 from inference_worker import logs
 from inference_worker.billing.cloudevents import CroesusSink, usage_event
-from inference_worker.breaker import Breaker
 from inference_worker.config.settings import Settings, warnings
 from inference_worker.config.values import without_user
 from inference_worker.disposition import Token
@@ -24,22 +23,23 @@ from inference_worker.errors import TransportLost
 from inference_worker.fleet_reporter import FleetReporter
 from inference_worker.health_checker import HealthChecker
 from inference_worker.listener import Listener
-from inference_worker.message_processor import MessageProcessor
 from inference_worker.messages import InferenceRequest, Reply, Usage
 from inference_worker.metrics import WorkerMetrics, version
 from inference_worker.metrics_buffer import MetricsBuffer
 from inference_worker.metrics_reporter import BillingDrainer, MetricsReporter, report
 from inference_worker.model_client import HttpModelClient
 from inference_worker.ops_server import OpsServer
+from inference_worker.pools import Pool, Shared, listener_of
 from inference_worker.ports import Connect, Fleet, Health, ModelClient, Outbox, ResultStore, Tracer
 from inference_worker.scraping import Gpu, ModelLoad, NotRead, scrape_gpus, scrape_model
-from inference_worker.timing import ByteBudget
+from inference_worker.timing import ByteBudget, first_of
 from inference_worker.tracing import PASSING_ON
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 if TYPE_CHECKING:
+    from inference_worker.redis_modes import RedisPlace
     from inference_worker.redis_scripts import RedisTls
 
 MOST_HELD_BYTES: Final = 256 * 1024 * 1024
@@ -73,11 +73,37 @@ class Stores:
 
     results: ResultStore
     outbox: Outbox
-    fleet: Fleet
+    fleet_of: Callable[[str], Fleet]
+    """The workers of a queue, or of a pool, by its name."""
+
+
+Listeners = Mapping[str, Listener]
+"""By the names of their pools."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """The ops port, and what it shows beside what every worker does."""
+
+    host: str
+    ports: Sequence[int]
+    links: Callable[[Listeners], Mapping[str, tuple[bool, str]]]
+    """By condition: whether the broker is connected, and why not."""
+    metrics: Callable[[str], tuple[bytes, str]]
+    """The page for an Accept header, and its content type."""
+    status: Callable[[Listeners], Mapping[str, object]]
+    """More about this process, for people."""
+
+
+Beside = Callable[[asyncio.Event], Coroutine[object, object, None]]
+"""Something that runs beside the pools, until they have drained."""
 
 
 class Worker:
-    """One sidecar: listener, health checker, metrics and billing reporter around the message processor."""
+    """Pools of slots, each with its listener and processor, and what they share: health, metrics, billing, traces.
+
+    A sidecar has one pool, over one queue and without a gate.
+    """
 
     def __init__(
         self,
@@ -85,66 +111,65 @@ class Worker:
         outside: Outside,
         *,
         stores: Stores,
-        connect: Connect,
+        pools: Sequence[Pool],
         model: ModelClient,
         budget: ByteBudget,
-        metrics: WorkerMetrics,
         tls: ssl.SSLContext | None,
         tracer: Tracer,
+        page: Page | None = None,
+        beside: Sequence[Beside] = (),
+        asks_health: bool = True,
+        infer_timeout_s: float | None = None,
+        grace_s: float | None = None,
     ) -> None:
+        """`asks_health` is off where there is no one model whose health could be asked."""
         self._settings = settings
         self._outside = outside
         self._stores = stores
         self._tls: ssl.SSLContext | bool = tls if tls is not None else True
-        self.metrics = metrics
+        self.metrics = pools[0].metrics
         self._tracer = tracer
         self._budget = budget
+        self._beside = beside
+        self._asks_health = asks_health and settings.model.mode != "mock"
         self.model_health = Health("model")
         self.store_health = Health("store")
-        self._buffer = MetricsBuffer(MOST_RECORDS, count_lost=metrics.records_lost)
+        self._buffer = MetricsBuffer(MOST_RECORDS, count_lost=self.metrics.records_lost)
         self._started_at = outside.now()
         self._stopping = False
         self._debugging = False
         self._scrape_said: dict[str, str] = {}
-        processor = MessageProcessor(
+        shared = Shared(
             store=stores.results,
             model=model,
             model_health=self.model_health,
             store_health=self.store_health,
-            metrics=metrics,
+            buffer=self._buffer,
+            budget=budget,
             usage_event=self._usage_event,
             now=outside.now,
-            new_token=outside.new_token,
             rng=outside.rng,
+            new_token=outside.new_token,
             replica_id=settings.identity.replica_id,
             infer_path=settings.model.infer_path,
-            infer_timeout_s=settings.model.infer_timeout_s,
-            retry_statuses=settings.retry_statuses,
-            slots=settings.slots,
+            infer_timeout_s=settings.model.infer_timeout_s if infer_timeout_s is None else infer_timeout_s,
             lease_s=settings.lease_s,
             max_crashes=settings.rabbitmq.max_crashes,
             store_patience_s=settings.redis.retry_delay_s,
+            grace_s=settings.ops.shutdown_grace_s if grace_s is None else grace_s,
         )
-        self.listener = Listener(
-            connect=connect,
-            processor=processor,
-            store=stores.results,
-            store_health=self.store_health,
-            warm=model.warm,
-            policy=settings.retry_policy,
-            breaker=Breaker(settings.health.breaker_failures),
-            metrics=metrics,
-            buffer=self._buffer,
-            budget=budget,
-            now=outside.now,
-            rng=outside.rng,
-            limit=settings.slots,
-            grace_s=settings.ops.shutdown_grace_s,
-            store_patience_s=settings.redis.retry_delay_s,
-            tracer=tracer,
+        self.pools: Mapping[str, Pool] = {pool.name: pool for pool in pools}
+        self.listeners: Listeners = {pool.name: listener_of(pool, shared) for pool in pools}
+        self.listener = self.listeners[pools[0].name]
+        """The one of a sidecar."""
+        self._page = page or Page(
+            host=settings.ops.host,
+            ports=(settings.ops.port,),
+            links=self._link,
+            metrics=self.metrics.exposition,
+            status=self._status_of_one,
         )
         self.model_health.watch(self._model_changed)
-        metrics.slots.set(settings.slots)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until told to stop: then the listener drains, and only after that do the others end, billing last but one.
@@ -159,25 +184,24 @@ class Worker:
                 httpx.AsyncClient(trust_env=False, verify=self._tls, timeout=SCRAPE_S)
             )
             drainer = await self._drainer(stack)
-            if self._settings.ops.port:
-                ops = OpsServer(
-                    ready=self.ready,
-                    status=self.status,
-                    metrics=self._exposition,
-                    controls=self,
-                    token=self._settings.ops.token_now,
-                )
-                await stack.enter_async_context(ops.serving(self._settings.ops.host, self._settings.ops.port))
+            for port in dict.fromkeys(port for port in self._page.ports if port):
+                await stack.enter_async_context(self._ops_server().serving(self._page.host, port))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._check_health(drained), name="health checker")
                 group.create_task(
                     report(self._reporter(scraper), drainer, drained), name="metrics and billing reporter"
                 )
                 group.create_task(self._tracer.run(drained), name="traces")
-                group.create_task(self._fleet_reporter().run(drained), name="fleet")
+                for name, listener in self.listeners.items():
+                    reporter = self._fleet_reporter(self.pools[name], listener)
+                    group.create_task(reporter.run(drained), name=f"fleet of {name}")
+                for task in self._beside:
+                    group.create_task(task(drained))
                 group.create_task(self._note_stopping(stop, drained), name="stop watch")
                 try:
-                    await self.listener.run(stop)
+                    async with asyncio.TaskGroup() as listening:
+                        for name, listener in self.listeners.items():
+                            listening.create_task(listener.run(stop), name=f"listener of {name}")
                 finally:
                     drained.set()
 
@@ -185,12 +209,8 @@ class Worker:
 
     def ready(self) -> Mapping[str, tuple[bool, str]]:
         """What must be true for this worker to be of use now, and what is not."""
-        linked = self.listener.transport is not None
         return {
-            BROKERS[self._settings.transport.kind]: (
-                linked,
-                "" if linked else self.listener.link_reason or "not connected",
-            ),
+            **self._page.links(self.listeners),
             "redis": (self.store_health.ok, "" if self.store_health.ok else self.store_health.reason),
             "model": (self.model_health.ok, "" if self.model_health.ok else self.model_health.reason),
             "running": (not self._stopping, "stopping" if self._stopping else ""),
@@ -204,33 +224,46 @@ class Worker:
             "deployment_id": identity.deployment_id,
             "replica_id": identity.replica_id,
             "hf_model_id": identity.hf_model_id,
-            "queue": self._settings.queue,
-            "state": self.listener.state,
-            "suspended": self._suspended(),
-            "in_flight": self.listener.in_flight,
-            "slots": self._settings.slots,
+            **self._page.status(self.listeners),
             "ready": {name: ok for name, (ok, _) in self.ready().items()},
             "reasons": {name: why for name, (ok, why) in self.ready().items() if not ok},
             "model_checked_at": self.model_health.checked_at,
             "uptime_s": round(self._outside.now() - self._started_at, 1),
         }
 
-    def _suspended(self) -> Mapping[str, str]:
+    def _status_of_one(self, _: Listeners) -> Mapping[str, object]:
+        listener = self.listener
+        return {
+            "queue": self._settings.queue,
+            "state": listener.state,
+            "suspended": self._suspended(listener),
+            "in_flight": listener.in_flight,
+            "slots": self._settings.slots,
+        }
+
+    def _suspended(self, listener: Listener) -> Mapping[str, str]:
         """Why messages do not flow, as it is now: a neighbour may be ill for another reason than at first."""
         now = {health.name: health.reason for health in (self.model_health, self.store_health) if not health.ok}
-        return {reason: now.get(reason, why) for reason, why in self.listener.suspended.items()}
+        return {reason: now.get(reason, why) for reason, why in listener.suspended.items()}
+
+    def _link(self, _: Listeners) -> Mapping[str, tuple[bool, str]]:
+        linked = self.listener.transport is not None
+        why = "" if linked else self.listener.link_reason or "not connected"
+        return {BROKERS[self._settings.transport.kind]: (linked, why)}
 
     # ------------------------------------------------------------ for operators
 
     def pause(self) -> None:
         """See `ops_server.Controls`."""
         log.warning("paused by an operator")
-        self.listener.suspend_consuming("operator", "paused by an operator")
+        for listener in self.listeners.values():
+            listener.suspend_consuming("operator", "paused by an operator")
 
     def resume(self) -> None:
         """See `ops_server.Controls`."""
         log.warning("resumed by an operator")
-        self.listener.resume_consuming("operator")
+        for listener in self.listeners.values():
+            listener.resume_consuming("operator")
 
     def toggle_pause(self) -> None:
         """Pause, or resume: for a signal, which can only say one thing."""
@@ -250,26 +283,37 @@ class Worker:
         self.log_level("debug" if self._debugging else self._settings.log.level)
 
     def _exposition(self, accept: str) -> tuple[bytes, str]:
-        self.metrics.in_flight.set(self.listener.calls)
+        for name, listener in self.listeners.items():
+            self.pools[name].metrics.in_flight.set(listener.calls)
         self.metrics.held_bytes.set(self._budget.held_bytes)
-        return self.metrics.exposition(accept)
+        return self._page.metrics(accept)
 
     # ------------------------------------------------------------ parts
 
     async def _check_health(self, until: asyncio.Event) -> None:
-        if self._settings.model.mode == "mock":
-            self.model_health.report(True, checked_at=self._outside.now())
-            await until.wait()
-        else:
+        if self._asks_health:
             await self._health_checker().run(until)
+        while not until.is_set():  # Whoever wants a look is told at once: there is nobody to ask.
+            self.model_health.wanted.clear()
+            self.model_health.report(True, checked_at=self._outside.now())
+            await first_of(until, self.model_health.wanted)
 
-    def _fleet_reporter(self) -> FleetReporter:
+    def _ops_server(self) -> OpsServer:
+        return OpsServer(
+            ready=self.ready,
+            status=self.status,
+            metrics=self._exposition,
+            controls=self,
+            token=self._settings.ops.token_now,
+        )
+
+    def _fleet_reporter(self, pool: Pool, listener: Listener) -> FleetReporter:
         identity = self._settings.identity
         return FleetReporter(
-            self._stores.fleet,
-            self.listener,
+            self._stores.fleet_of(pool.name),
+            listener,
             replica_id=identity.replica_id,
-            slots=self._settings.slots,
+            slots=pool.slots,
             model=identity.hf_model_id,
             stopping=lambda: self._stopping,
             now=self._outside.now,
@@ -338,11 +382,12 @@ class Worker:
         )
 
     def _model_changed(self, ok: bool, reason: str) -> None:
-        self.metrics.peer("model", ok)
-        if ok:
-            self.listener.resume_consuming("model")
-        else:
-            self.listener.suspend_consuming("model", reason)
+        for name, listener in self.listeners.items():
+            self.pools[name].metrics.peer("model", ok)
+            if ok:
+                listener.resume_consuming("model")
+            else:
+                listener.suspend_consuming("model", reason)
 
     async def _note_stopping(self, stop: asyncio.Event, drained: asyncio.Event) -> None:
         await stop.wait()
@@ -352,7 +397,7 @@ class Worker:
     # ------------------------------------------------------------ what the reporter asks for
 
     async def _model_load(self, scraper: httpx.AsyncClient) -> ModelLoad | None:
-        if self._settings.model.mode == "mock":
+        if not self._asks_health:
             return None
         load = await scrape_model(scraper, self._settings.vllm_metrics_url_now(), within_s=SCRAPE_S)
         return self._or_said("model", load)
@@ -374,13 +419,12 @@ class Worker:
         return None
 
     async def _ready_messages(self) -> int | None:
-        transport = self.listener.transport
-        if transport is None:
-            return None
-        try:
-            return (await transport.backlog()).ready
-        except TransportLost:
-            return None
+        ready: int | None = None
+        for listener in self.listeners.values():
+            if listener.transport is not None:
+                with suppress(TransportLost):
+                    ready = (ready or 0) + (await listener.transport.backlog()).ready
+        return ready
 
 
 # ---------------------------------------------------------------- choosing
@@ -402,16 +446,19 @@ async def worker(
         model = await stack.enter_async_context(_model(settings, outside, budget, tls))
         kept_in = stores if stores is not None else await stack.enter_async_context(redis_stores(settings))
         open_queue = connect or queue(settings, outside, tls)
-        yield Worker(
-            settings,
-            outside,
-            stores=kept_in,
+        tracer = tracer_of(settings, settings.transport.kind if connect is None else "memory")
+        pool = Pool(
+            name=settings.queue,
             connect=open_queue(kept_in.results, metrics),
-            model=model,
-            budget=budget,
+            slots=settings.slots,
+            policy=settings.retry_policy,
+            retry_statuses=settings.retry_statuses,
             metrics=metrics,
-            tls=tls,
-            tracer=_tracer(settings, settings.transport.kind if connect is None else "memory"),
+            tracer=tracer,
+            breaker_failures=settings.health.breaker_failures,
+        )
+        yield Worker(
+            settings, outside, stores=kept_in, pools=(pool,), model=model, budget=budget, tls=tls, tracer=tracer
         )
 
 
@@ -440,7 +487,7 @@ async def _model(
                 yield client
 
 
-def _tracer(settings: Settings, system: str) -> Tracer:
+def tracer_of(settings: Settings, system: str, queue_ids: Mapping[str, str] | None = None) -> Tracer:
     """Spans, where a collector is named; else what came with a message goes on to the model."""
     url = settings.traces.url_now()
     if url is None:
@@ -460,36 +507,53 @@ def _tracer(settings: Settings, system: str) -> Tracer:
             "inference_worker.deployment_id": identity.deployment_id,
         },
         system=system,
-        model=identity.hf_model_id,
-        model_url=settings.model.url_now,
+        # Where there are several queues there is no one model.
+        model=identity.hf_model_id if queue_ids is None else "",
+        model_url=settings.model.url_now if queue_ids is None else lambda: "",
+        queue_ids=queue_ids or {},
     )
 
 
 @asynccontextmanager
 async def redis_stores(settings: Settings) -> AsyncGenerator[Stores, None]:
-    """Results and outbox in Redis."""
-    from inference_worker.redis_scripts import RedisLink, RedisTls
+    """Results and outbox in one Redis server."""
+    from inference_worker.redis_modes import redis_place
+
+    name, tls = client_name(settings), redis_tls(settings)
+    async with (
+        redis_place(settings.redis.url_now, mode="standalone", client_name=name, tls=tls) as place,
+        stores_in(place, settings) as stores,
+    ):
+        yield stores
+
+
+@asynccontextmanager
+async def stores_in(place: "RedisPlace", settings: Settings) -> AsyncGenerator[Stores, None]:
+    """Results and outbox in Redis, wherever that is."""
     from inference_worker.results.fleet import RedisFleet
     from inference_worker.results.notifications import Notifications
     from inference_worker.results.redis import RedisOutbox, RedisStore
 
-    identity, redis, tls = settings.identity, settings.redis, settings.tls
-    name = client_name(settings)
-    files = RedisTls(ca_file=tls.ca_file, cert_file=tls.cert_file, key_file=tls.key_file)
-    link = RedisLink(redis.url_now, lambda: None, client_name=name, tls=files)
-    told = Notifications(link, redis.url_now, lambda: None, client_name=name, tls=files)
-    async with link.open(), told.open():
+    identity, link = settings.identity, place.commands
+    told = Notifications(link, place.address, lambda: None, client_name=client_name(settings), tls=redis_tls(settings))
+    async with told.open():
         yield Stores(
             results=RedisStore(
                 link,
                 deployment_id=identity.deployment_id,
                 replica_id=identity.replica_id,
                 lease_s=settings.lease_s,
-                ttl_s=redis.response_ttl_s,
+                ttl_s=settings.redis.response_ttl_s,
                 notifications=told,
+                clustered=place.clustered,
             ),
-            outbox=RedisOutbox(link, deployment_id=identity.deployment_id, replica_id=identity.replica_id),
-            fleet=RedisFleet(link, queue=settings.queue),
+            outbox=RedisOutbox(
+                link,
+                deployment_id=identity.deployment_id,
+                replica_id=identity.replica_id,
+                clustered=place.clustered,
+            ),
+            fleet_of=lambda queue: RedisFleet(link, queue=queue),
         )
 
 

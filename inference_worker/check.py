@@ -1,12 +1,14 @@
 """The `check` command: what is configured, who of the neighbours can be reached, and what to do about the rest.
 
 It looks and leaves everything as it is: it consumes nothing, and declares nothing but what is there already.
+Not here: what is asked for a process of many queues (`check_process`), which shares the words and the servers' rows.
 """
 
 import asyncio
 import difflib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Literal
 
 import httpx
@@ -16,7 +18,7 @@ from inference_worker.config.parts import StreamsSettings
 from inference_worker.config.settings import Settings, describe, warnings
 from inference_worker.config.values import is_off, without_user
 from inference_worker.errors import StoreUnavailable, TransportLost
-from inference_worker.redis_scripts import PROBE, RedisLink, RedisTls
+from inference_worker.redis_scripts import PROBE, RedisCommands, RedisLink, RedisTls
 from inference_worker.results.redis import probe_key
 from inference_worker.rmq_look import Found, look
 from inference_worker.scraping import NotRead, scrape_model
@@ -53,6 +55,8 @@ class Report:
 
     findings: list[Finding] = field(default_factory=list)
     variables: list[dict[str, object]] = field(default_factory=list)
+    gates: list[dict[str, object]] | None = None
+    """Each gate of a process of many queues; None where there is no such process."""
 
     @property
     def reached(self) -> bool:
@@ -70,20 +74,21 @@ async def check(settings: Settings, environ: Mapping[str, str]) -> Report:
     )
     report = Report(findings=_configuration(settings, environ), variables=variables(settings, environ))
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_in_time(what, ask, settings)) for what, ask in asked]
+        tasks = [group.create_task(in_time(what, partial(ask, settings))) for what, ask in asked]
     for task in tasks:
         report.findings += task.result()
     return report
 
 
-async def _in_time(what: str, ask: Callable[[Settings], Awaitable[list[Finding]]], settings: Settings) -> list[Finding]:
+async def in_time(what: str, ask: Callable[[], Awaitable[list[Finding]]]) -> list[Finding]:
+    """The rows that somebody's answer makes, or one that says why there are none. Never raises."""
     try:
         async with asyncio.timeout(CHECK_S):
-            return await ask(settings)
+            return await ask()
     except TimeoutError:
-        return [_failed(what, f"no answer within {CHECK_S:g} s", "see whether address and port are right and open")]
+        return [failed(what, f"no answer within {CHECK_S:g} s", "see whether address and port are right and open")]
     except Exception as exc:  # noqa: BLE001 - one neighbour's surprise must not hide what the others say
-        return [_failed(what, f"{type(exc).__name__}: {exc}"[:300], "")]
+        return [failed(what, f"{type(exc).__name__}: {exc}"[:300], "")]
 
 
 def variables(settings: Settings, environ: Mapping[str, str]) -> list[dict[str, object]]:
@@ -114,9 +119,16 @@ def _shown(value: object, given: str, *, secret: bool) -> str:
 
 
 def _configuration(settings: Settings, environ: Mapping[str, str]) -> list[Finding]:
-    known = [row.name for row in describe()]
-    all_known = {*known, *(f"{row.name}_FILE" for row in describe() if row.file)}
     found = [Finding(what="configuration", word="warning", detail=text, mend="") for text in warnings(settings)]
+    found += unknown_variables(environ)
+    said = f"{len(describe())} variables, none of them wrong"
+    return found or [Finding(what="configuration", word="ok", detail=said)]
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[Finding]:
+    """Variables that look like ours, are not, and are written almost as one of ours."""
+    all_known = {row.name for row in describe()} | {f"{row.name}_FILE" for row in describe() if row.file}
+    found = []
     for name in sorted(environ):
         if name in all_known or not name.startswith(OURS):
             continue
@@ -129,7 +141,7 @@ def _configuration(settings: Settings, environ: Mapping[str, str]) -> list[Findi
                     mend=f"{close[0]} is probably meant",
                 )
             )
-    return found or [Finding(what="configuration", word="ok", detail=f"{len(known)} variables, none of them wrong")]
+    return found
 
 
 # ---------------------------------------------------------------- RabbitMQ
@@ -151,14 +163,15 @@ async def _rabbitmq(settings: Settings) -> list[Finding]:
         )
     except (TransportLost, OSError) as exc:
         why = str(exc)
-        return [_failed("RabbitMQ", f"{rabbitmq.address}: {why}", _rabbitmq_mend(why))]
+        return [failed("RabbitMQ", f"{rabbitmq.address}: {why}", rabbitmq_mend(why))]
     rows = [Finding(what="RabbitMQ", word="ok", detail=f"{rabbitmq.address}, {found.server}")]
     rows.append(_request_queue(found, queue))
     rows.append(_dead_letter_queue(found, rabbitmq.dlq, rabbitmq.dlx))
     return rows
 
 
-def _rabbitmq_mend(why: str) -> str:
+def rabbitmq_mend(why: str) -> str:
+    """What to do about a RabbitMQ that cannot be used."""
     if "credentials" in why:
         return "RABBITMQ_URL, or RABBITMQ_USERNAME and RABBITMQ_PASSWORD: the broker does not know them"
     if "vhost" in why or "access" in why.lower():
@@ -170,11 +183,11 @@ def _request_queue(found: Found, queue: str) -> Finding:
     what = "request queue"
     if found.queue_missing:
         if "ACCESS_REFUSED" in found.queue_missing:
-            return _failed(what, f"{queue}: {found.queue_missing}", "grant the permissions of docs/rabbitmq.md")
+            return failed(what, f"{queue}: {found.queue_missing}", "grant the permissions of docs/rabbitmq.md")
         return Finding(what=what, word="ok", detail=f"{queue} does not exist yet: the worker declares it")
     said = f"{queue}: {found.ready} ready, {found.consumers} consumers"
     if "ACCESS_REFUSED" in found.queue_differs:
-        return _failed(what, f"{said}; {found.queue_differs}", "grant the permissions of docs/rabbitmq.md")
+        return failed(what, f"{said}; {found.queue_differs}", "grant the permissions of docs/rabbitmq.md")
     if found.queue_differs:
         mend = "the worker uses it as it is; to have it declared anew, stop all, empty and delete it"
         return Finding(what=what, word="warning", detail=f"{said}; in another form: {found.queue_differs}", mend=mend)
@@ -208,14 +221,19 @@ async def _redis(settings: Settings) -> list[Finding]:
         try:
             await link.run(PROBE, [probe_key(identity.deployment_id, "check")])
         except StoreUnavailable as exc:
-            return [_failed("Redis", f"{redis.address}: {exc}", _redis_mend(str(exc)))]
-        rows = await _server(link, redis.address)
+            return [failed("Redis", f"{redis.address}: {exc}", redis_mend(str(exc)))]
+        rows = await redis_server(link, redis.address)
         if settings.over_streams:
             rows += await _streams(link, settings.streams)
     return rows
 
 
-async def _server(link: RedisLink, address: str) -> list[Finding]:
+KEPT: Final = "answers and unsent usage events"
+"""What is lost with Redis."""
+
+
+async def redis_server(link: RedisCommands, address: str, kept: str = KEPT) -> list[Finding]:
+    """Which Redis it is, and whether it keeps what it has acknowledged, `kept`; scripts have been tried."""
     try:
         info = _info(await link.do("INFO"))
     except StoreUnavailable as exc:
@@ -224,10 +242,11 @@ async def _server(link: RedisLink, address: str) -> list[Finding]:
         return [Finding(what="Redis", word="warning", detail=said, mend=mend)]
     version = info.get("valkey_version") or info.get("redis_version", "of unknown version")
     rows = [Finding(what="Redis", word="ok", detail=f"{address}, {version}, scripts may write")]
-    return rows + _keeps(info)
+    return rows + _keeps(info, kept)
 
 
-def _redis_mend(why: str) -> str:
+def redis_mend(why: str) -> str:
+    """What to do about a Redis that cannot be used."""
     if "credentials" in why or "Authentication" in why:
         return "REDIS_URL or REDIS_PASSWORD: Redis does not take them"
     if "NoPermission" in why or "NOPERM" in why:
@@ -244,20 +263,20 @@ def _info(raw: object) -> dict[str, str]:
     return dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
 
 
-def _keeps(info: Mapping[str, str]) -> list[Finding]:
+def _keeps(info: Mapping[str, str], kept: str) -> list[Finding]:
     """Whether Redis keeps what it has acknowledged: delivery.md, "Windows that stay open"."""
     rows = []
     policy = info.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
-        detail = f"maxmemory-policy is {policy}: answers and unsent usage events may be evicted"
+        detail = f"maxmemory-policy is {policy}: {kept} may be evicted"
         rows.append(
             Finding(what="Redis memory", word="warning", detail=detail, mend="CONFIG SET maxmemory-policy noeviction")
         )
     if info.get("aof_enabled") != "1":
-        detail = "appendonly is off: a restart forgets answers and unsent usage events"
+        detail = f"appendonly is off: a restart forgets {kept}"
         rows.append(Finding(what="Redis persistence", word="warning", detail=detail, mend=f"{SET} appendonly yes"))
     if info.get("role") == "slave":
-        rows.append(_failed("Redis", "this is a replica", "REDIS_URL: name the primary"))
+        rows.append(failed("Redis", "this is a replica", "REDIS_URL: name the primary"))
     return rows
 
 
@@ -268,7 +287,7 @@ async def _streams(link: RedisLink, streams: StreamsSettings) -> list[Finding]:
     try:
         return [await _request_stream(link, streams), await _dead_letter_stream(link, streams.dead_letters)]
     except StoreUnavailable as exc:
-        return [_failed("request stream", f"{streams.stream}: {exc}", _redis_mend(str(exc)))]
+        return [failed("request stream", f"{streams.stream}: {exc}", redis_mend(str(exc)))]
 
 
 async def _request_stream(link: RedisLink, streams: StreamsSettings) -> Finding:
@@ -280,7 +299,7 @@ async def _request_stream(link: RedisLink, streams: StreamsSettings) -> Finding:
             pass
         case kind:
             detail = f"{name} is a {bytes(kind).decode(errors='replace')}"
-            return _failed(what, detail, "IWL_STREAM: something else is kept under this name")
+            return failed(what, detail, "IWL_STREAM: something else is kept under this name")
     groups = {group.get("name"): group for group in map(_pairs, await link.do("XINFO", "GROUPS", name))}
     group = groups.get(streams.group.encode())
     if group is None:
@@ -299,7 +318,7 @@ async def _request_stream(link: RedisLink, streams: StreamsSettings) -> Finding:
 async def _dead_letter_stream(link: RedisLink, name: str) -> Finding:
     what = "dead letters"
     if await link.do("TYPE", name) not in (b"none", b"stream"):
-        return _failed(what, f"{name} is no stream", "IWL_DLQ_STREAM: something else is kept under this name")
+        return failed(what, f"{name} is no stream", "IWL_DLQ_STREAM: something else is kept under this name")
     if dead := await link.do("XLEN", name):
         detail = f"{name}: {dead} dead letters"
         return Finding(what=what, word="warning", detail=detail, mend="inference-worker dlq list")
@@ -326,12 +345,14 @@ async def _model(settings: Settings) -> list[Finding]:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with _http(settings, headers) as client:
         try:
-            status = await _status(client, model.url_now() + model.health_path)
+            status = await status_of(client, model.url_now() + model.health_path)
         except (httpx.HTTPError, OSError) as exc:
-            return [_failed("model", f"{shown}: {_said(exc)}", "MODEL_CONTAINER_URL: does the model server run there?")]
+            return [
+                failed("model", f"{shown}: {said_of(exc)}", "MODEL_CONTAINER_URL: does the model server run there?")
+            ]
         if not 200 <= status < 300:
             mend = "MODEL_HEALTH_PATH, or the model is still loading; it is used once it is healthy"
-            return [_failed("model", f"{shown}{model.health_path}: HTTP {status}", mend)]
+            return [failed("model", f"{shown}{model.health_path}: HTTP {status}", mend)]
         rows = [Finding(what="model", word="ok", detail=f"{shown} is healthy")]
         rows.append(await _identity(client, settings))
         rows.append(await _metrics_of(client, settings))
@@ -344,7 +365,7 @@ async def _identity(client: httpx.AsyncClient, settings: Settings) -> Finding:
         served = await _served(client, f"{settings.model.url_now()}/v1/models")
     except (httpx.HTTPError, OSError, ValueError) as exc:
         mend = "MODEL_API_KEY, if it asks for one; a server without /v1/models serves as well"
-        return Finding(what=what, word="warning", detail=f"/v1/models: {_said(exc)}", mend=mend)
+        return Finding(what=what, word="warning", detail=f"/v1/models: {said_of(exc)}", mend=mend)
     if wanted in served:
         return Finding(what=what, word="ok", detail=f"serves {wanted}")
     detail = f"serves {', '.join(sorted(served)[:5]) or 'nothing'}, and HF_MODEL_ID is {wanted}"
@@ -408,9 +429,9 @@ async def _sink(settings: Settings, what: str, url: str | None, variable: str) -
         return Finding(what=what, word="off", detail=f"{variable}=off")
     async with _http(settings, {}) as client:
         try:
-            status = await _status(client, url)
+            status = await status_of(client, url)
         except (httpx.HTTPError, OSError) as exc:
-            return _failed(what, f"{without_user(url)}: {_said(exc)}", f"{variable}: is it the right address?")
+            return failed(what, f"{without_user(url)}: {said_of(exc)}", f"{variable}: is it the right address?")
     if status >= 500:
         return Finding(
             what=what, word="warning", detail=f"{without_user(url)} answers HTTP {status}", mend="look there"
@@ -428,15 +449,17 @@ def _http(settings: Settings, headers: Mapping[str, str]) -> httpx.AsyncClient:
     )
 
 
-async def _status(client: httpx.AsyncClient, url: str) -> int:
+async def status_of(client: httpx.AsyncClient, url: str) -> int:
     """The status alone: a body may never end."""
     async with client.stream("GET", url) as answer:
         return answer.status_code
 
 
-def _failed(what: str, detail: str, mend: str) -> Finding:
+def failed(what: str, detail: str, mend: str) -> Finding:
+    """A row that makes the exit code 1."""
     return Finding(what=what, word="failed", detail=detail, mend=mend)
 
 
-def _said(exc: Exception) -> str:
+def said_of(exc: Exception) -> str:
+    """An error in words, even one without any."""
     return (str(exc) or type(exc).__name__)[:300]

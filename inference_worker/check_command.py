@@ -18,7 +18,11 @@ STYLES: Final[Mapping[str, str]] = {"ok": "green", "warning": "yellow", "failed"
 
 async def run_check(settings: Settings, environ: Mapping[str, str], *, as_json: bool, with_variables: bool) -> int:
     """The command. 0: all is reached; 1: something is not."""
-    report = await check(settings, environ)
+    return show_report(await check(settings, environ), as_json=as_json, with_variables=with_variables)
+
+
+def show_report(report: Report, *, as_json: bool, with_variables: bool) -> int:
+    """Print it. 0: all is reached; 1: something is not."""
     if as_json:
         sys.stdout.buffer.write(msgspec.json.format(_json(report)) + b"\n")
         sys.stdout.buffer.flush()
@@ -29,7 +33,8 @@ async def run_check(settings: Settings, environ: Mapping[str, str], *, as_json: 
 
 def _json(report: Report) -> bytes:
     rows = [{"what": row.what, "state": row.word, "detail": row.detail, "mend": row.mend} for row in report.findings]
-    return msgspec.json.encode({"reached": report.reached, "checks": rows, "variables": report.variables})
+    gates = {} if report.gates is None else {"gates": report.gates}
+    return msgspec.json.encode({"reached": report.reached, "checks": rows, **gates, "variables": report.variables})
 
 
 def _print(report: Report, *, with_variables: bool) -> None:

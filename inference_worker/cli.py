@@ -17,6 +17,7 @@ import structlog
 from inference_worker import logs
 from inference_worker.assembly import Outside, run_worker
 from inference_worker.check_command import run_check
+from inference_worker.check_process import run_check_process
 from inference_worker.config.settings import Needs, Settings, load
 from inference_worker.dev import DevOptions, run_dev
 from inference_worker.dlq_command import DlqOptions, run_dlq
@@ -24,6 +25,15 @@ from inference_worker.errors import ConfigurationError
 from inference_worker.gateway.keys import new_key
 from inference_worker.metrics import version
 from inference_worker.mock_model import Fault, MockModelConfig, run_mock_model
+from inference_worker.process import run_process
+from inference_worker.process_arguments import (
+    add_process_flags,
+    given_flags,
+    process_level,
+    read_text,
+    with_two_dashes,
+)
+from inference_worker.process_setup import read_setup
 from inference_worker.serve_gateway import run_gateway
 from inference_worker.serve_scaler import run_scaler
 from inference_worker.submit import SubmitOptions, run_submit
@@ -43,6 +53,8 @@ Work = Callable[[asyncio.Event], Awaitable[int | None]]
 def run(arguments: Sequence[str], environ: Mapping[str, str], outside: Outside) -> int:
     """Run one command to its end and return the exit code: 0 stopped as asked, 2 misconfigured, 1 anything else."""
     parser = _parser()
+    if "process" in arguments[:2]:
+        arguments = with_two_dashes(arguments)
     args = parser.parse_args(arguments or ["run"])
     if (wrong := _wrong_together(args)) is not None:
         parser.error(wrong)
@@ -85,7 +97,8 @@ def _work(args: argparse.Namespace, environ: Mapping[str, str], outside: Outside
             submission = _submit_options(args)
             return lambda stop: run_submit(settings, submission, stop)
         case "dlq":
-            settings = _quiet(environ, needs="client" if args.url is None else "dev")
+            without_url: Needs = "client" if args.sorted_set is None else "process"
+            settings = _quiet(environ, needs=without_url if args.url is None else "dev")
             asked = _dlq_options(args)
             return lambda stop: run_dlq(settings, asked, outside.now, stop)
         case "gateway" if args.new_key is not None:
@@ -98,6 +111,19 @@ def _work(args: argparse.Namespace, environ: Mapping[str, str], outside: Outside
             settings = load(environ, needs="scaler")
             logs.configure(settings.log.level, settings.log.format, sys.stdout)
             return lambda stop: run_scaler(settings, outside, stop)
+        case "process":
+            setup = read_setup(given_flags(args), environ, read_text, outside.rng)
+            logs.configure(process_level(setup), setup.settings.log.format, sys.stdout)
+            return lambda stop: run_process(setup, outside, stop, _on_signal)
+        case "check" if args.of == "process":
+            setup = read_setup(given_flags(args), environ, read_text, outside.rng)
+            given = setup.settings.log
+            # What a gate cannot read stands in its row: no line of log for it, too.
+            level = given.level if "level" in given.model_fields_set else "error"
+            logs.configure(level, "console" if sys.stderr.isatty() else given.format, sys.stderr)
+            return lambda _: run_check_process(
+                setup, environ, outside, as_json=args.json, with_variables=args.variables
+            )
         case "check":
             settings = _quiet(environ, needs="run")
             return lambda _: run_check(settings, environ, as_json=args.json, with_variables=args.variables)
@@ -181,6 +207,7 @@ def _parser() -> argparse.ArgumentParser:
         "Ctrl-C. It starts and stops no containers. It has no options: environment variables configure it, README.md "
         "has the table. Exit code 0: stopped as asked; 2: a variable is missing or wrong; 1: anything else.",
     )
+    _add_process(commands)
     _add_check(commands)
     _add_submit(commands)
     _add_dlq(commands)
@@ -202,6 +229,20 @@ def _add_gateway(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
 
 
+def _add_process(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    process = commands.add_parser(
+        "process",
+        help="many queues, gates and worker pools, with the documents and flags of llm-d-async",
+        description="Takes requests from the queues of the transport document, lets them pass the gates, calls the "
+        "gateways, and writes the results back, until SIGTERM or Ctrl-C. docs/many-queues.md has the documents. "
+        "REDIS_URL and RABBITMQ_URL stand in for a URL that the document has not. "
+        "Exit code 0: stopped as asked; 2: a flag, a document or a variable is wrong; 1: anything else.",
+        usage="inference-worker process --transport KIND --transport-config-file FILE [--pool-config-file FILE] ...",
+        allow_abbrev=False,
+    )
+    add_process_flags(process)
+
+
 def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     check = commands.add_parser(
         "check",
@@ -210,8 +251,33 @@ def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "model, the metric and the billing server, within ten seconds. It changes nothing. "
         "Exit code 0: all reached; 1: something is not; 2: a variable is wrong.",
     )
-    check.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    check.add_argument("--variables", action="store_true", help="also every variable with its value; secrets are ***")
+    _add_check_options(check)
+    check.set_defaults(json=False, variables=False)
+    of = check.add_subparsers(dest="of", metavar="process", required=False)
+    process = of.add_parser(
+        "process",
+        help="the same for `process`, with its flags: documents, queues, gateways, and at which load each gate closes",
+        description="Reads the flags and documents of `process` and the environment, and asks the broker, the "
+        "gateways and what the gates read, within ten seconds. Says of each gate when it closes and what it reads "
+        "now. It changes nothing. Exit code 0: all reached; 1: something is not; 2: a flag, a document or a variable "
+        "is wrong.",
+        allow_abbrev=False,
+    )
+    _add_check_options(process)
+    add_process_flags(process)
+
+
+def _add_check_options(check: argparse.ArgumentParser) -> None:
+    # Not over what was said before the word `process`.
+    check.add_argument(
+        "--json", action="store_true", default=argparse.SUPPRESS, help="one JSON object instead of a table"
+    )
+    check.add_argument(
+        "--variables",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="also every variable with its value; secrets are ***",
+    )
 
 
 def _add_submit(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -251,7 +317,7 @@ def _add_dlq(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         description="Works with the dead letters of this queue (INFERENCE_DLQ; IWL_DLQ_STREAM with "
         "TRANSPORT=redis-streams), over the broker and Redis of the environment (DEPLOYMENT_ID, RABBITMQ_URL, "
         "REDIS_URL; with TRANSPORT=redis-streams REDIS_URL alone), or over a gateway with --url and an operator's "
-        "GATEWAY_API_KEY.",
+        "GATEWAY_API_KEY. With --sorted-set of that queue of `process`, in the Redis of REDIS_URL alone.",
     )
     actions = dlq.add_subparsers(dest="do", metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="why, when, how often tried, last status: a line for each")
@@ -271,6 +337,7 @@ def _add_dlq(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         which.add_argument("--limit", type=_at_least_1, metavar="N", help="at most so many")
         action.add_argument("--json", action="store_true", help="JSON lines")
         action.add_argument("--url", metavar="URL", help="over the HTTP intake of dev, or of a gateway as an operator")
+        action.add_argument("--sorted-set", metavar="QUEUE", help="of this queue of `process`: redis-sortedset")
     for action in (replay, purge):
         action.add_argument("--everything", action="store_true", help="where no other choice is made")
         action.add_argument("--dry-run", action="store_true", help="say what would be done")
@@ -286,6 +353,8 @@ def _wrong_together(args: argparse.Namespace) -> str | None:
         return "gateway: --operator goes with --new-key"
     if args.command in ("submit", "dlq") and args.url is not None and not re.match(r"https?://[^/]", args.url):
         return f"{args.command}: --url: {args.url!r} does not begin with http:// or https:// and a host"
+    if args.command == "dlq" and args.url is not None and args.sorted_set is not None:
+        return "dlq: --sorted-set does not go with --url; a gateway stands before other queues"
     if args.command != "submit":
         return None
     one = [name for name in ("prompt", "payload") if getattr(args, name) is not None]
@@ -346,6 +415,7 @@ def _dlq_options(args: argparse.Namespace) -> DlqOptions:
         limit=args.limit,
         json=args.json,
         url=args.url,
+        sorted_set=args.sorted_set,
         **changes,
     )
 
@@ -364,8 +434,9 @@ def _add_mock_options(command: argparse.ArgumentParser) -> None:
         type=_count,
         default=None,
         metavar="N",
-        help="waiting ones before it says 503 (default: any number)",
+        help="waiting ones before it says that it is busy (default: any number)",
     )
+    mock.add_argument("--busy-status", type=int, choices=(429, 503), default=503, help="how it says so (default 503)")
     mock.add_argument(
         "--fault",
         type=_fault,
@@ -382,6 +453,7 @@ def _mock_config(args: argparse.Namespace) -> MockModelConfig:
         tokens_per_second=args.tokens_per_second,
         max_num_seqs=args.max_num_seqs,
         max_queued=args.max_queued,
+        busy_status=args.busy_status,
         fault=args.fault,
     )
 

@@ -244,7 +244,8 @@ async def _parts(settings: Settings, outside: Outside, stack: AsyncExitStack) ->
         stores = await stack.enter_async_context(redis_stores(settings))
     else:
         memory = MemoryStore(now=outside.now, lease_s=settings.redis.claim_lease_s, ttl_s=settings.redis.response_ttl_s)
-        stores = Stores(results=memory, outbox=memory, fleet=MemoryFleet(now=outside.now))
+        fleet = MemoryFleet(now=outside.now)
+        stores = Stores(results=memory, outbox=memory, fleet_of=lambda _: fleet)
     broker = None
     if settings.transport.kind == "memory" or not (settings.rabbitmq.given or settings.transport.given):
         broker = MemoryBroker(store=stores.results, now=outside.now, queue=settings.identity.request_queue)
@@ -270,7 +271,7 @@ async def _parts(settings: Settings, outside: Outside, stack: AsyncExitStack) ->
         book=book,
         hooks=hooks,
         results=stores.results,
-        fleet=stores.fleet,
+        fleet=stores.fleet_of(settings.queue),
         dead=reach_of(settings, outside.now, broker=broker, store=memory),
     )
     return DevParts(settings=settings, stores=stores, broker=broker, sidecar=sidecar, neighbours=neighbours)

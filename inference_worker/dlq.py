@@ -7,6 +7,7 @@ Not here: what is printed (`dlq_command`).
 
 import asyncio
 import hashlib
+import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -15,6 +16,7 @@ from typing import Final, Generic, Literal, Protocol, TypeVar
 import msgspec
 
 from inference_worker.errors import StoreUnavailable
+from inference_worker.llmd_renewed import allowed_s, envelope_in, renewed_envelope, submitted_at
 from inference_worker.messages import LONGEST_TIMEOUT_S, KnownReply, usable_id
 from inference_worker.results.redis import ReplayRefused
 from inference_worker.rmq_dead_letters import NotPutBack
@@ -25,7 +27,7 @@ MOST_LOOKED_AT: Final = 100_000
 
 
 class Letter(Protocol):
-    """A dead letter: `rmq_dead_letters.Letter`, `stream_dead_letters.StreamLetter`."""
+    """A dead letter: `rmq_dead_letters.Letter`, `stream_dead_letters.StreamLetter`, also of a sorted set."""
 
     @property
     def body(self) -> bytes: ...
@@ -190,8 +192,8 @@ async def describe(letter: Letter, body: "_Body", store: Store) -> Dead:
     note, known, silent = _Note(), None, ""
     if request_id is not None and usable_id(request_id):
         try:
-            note = _note(await store.dead_note(request_id))
-            known = await store.known(request_id)
+            note = _note(await store.dead_note(body.stored_as or request_id))
+            known = await store.known(body.stored_as or request_id)
         except StoreUnavailable as exc:
             silent = str(exc)
     failed = known if known is not None and known.status == "failed" else None
@@ -299,7 +301,12 @@ class Replay(Generic[L]):
 
 
 def renewed(body: bytes, now: float) -> bytes | None:
-    """The body with a new `received_at`, every other field as the bytes that came; None where it is no object."""
+    """The body as a new request, all that its caller said as the bytes that came; None where it is no object.
+
+    Ours has a new `received_at`, an envelope of llm-d-async a new deadline and token.
+    """
+    if (envelope := envelope_in(body)) is not None:
+        return renewed_envelope(envelope, now, secrets.token_hex(16))
     try:
         body.decode()
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -339,6 +346,8 @@ class _Body:
     endpoint: str | None = None
     received_at: float | None = None
     timeout_s: float | None = None
+    stored_as: str | None = None
+    """What its result is known by, where that is not its id."""
 
 
 class _Note(msgspec.Struct):
@@ -350,6 +359,14 @@ class _Note(msgspec.Struct):
 
 
 def _body(raw: bytes) -> _Body:
+    if (envelope := envelope_in(raw)) is not None:
+        return _Body(
+            request_id=envelope.request.id,
+            endpoint=envelope.request.endpoint or None,
+            received_at=submitted_at(envelope),
+            timeout_s=allowed_s(envelope),
+            stored_as=envelope.generation,
+        )
     try:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):

@@ -42,6 +42,8 @@ class DlqOptions:
     yes: bool = False
     url: str | None = None
     """Of a gateway; None for the broker and Redis of the settings."""
+    sorted_set: str | None = None
+    """A queue in a sorted set of that Redis, in place of the queue of the settings."""
 
     def filter(self, queue: str) -> Filter:
         return Filter(
@@ -121,9 +123,11 @@ class _Direct:
         self._options = options
         self._now = now
         self._stop = stop
-        self._reach = reach_of(settings, now)
-        self._meant = options.filter(settings.queue)
+        self._reach = reach_of(settings, now, sorted_set=options.sorted_set)
+        self._meant = options.filter(options.sorted_set or settings.queue)
         source = settings.streams.dead_letters if settings.over_streams else settings.rabbitmq.dlq
+        if options.sorted_set is not None:
+            source = f"{options.sorted_set}:dead"
         self._said = Saying(source, stop, as_json=options.json, with_queue=options.all_deployments)
 
     async def list_all(self) -> int:

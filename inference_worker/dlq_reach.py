@@ -1,4 +1,4 @@
-"""Ways to the dead letters of a queue: RabbitMQ's, a stream's, those of an embedded queue."""
+"""Ways to the dead letters of a queue: RabbitMQ's, a stream's, a sorted set's, those of an embedded queue."""
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -11,6 +11,7 @@ from inference_worker.redis_scripts import RedisLink, RedisTls
 from inference_worker.results.memory import MemoryStore
 from inference_worker.results.redis import RedisStore
 from inference_worker.rmq_dead_letters import open_dead_letters
+from inference_worker.sorted_set_dead_letters import SortedSetDeadLetters
 from inference_worker.stream_dead_letters import StreamDeadLetters
 from inference_worker.transports.memory import MemoryBroker
 
@@ -30,10 +31,12 @@ def reach_of(
     *,
     broker: MemoryBroker | None = None,
     store: MemoryStore | None = None,
+    sorted_set: str | None = None,
 ) -> Reach:
     """The way to the dead letters of the queue that the settings name, and to its results in Redis.
 
-    `broker` and `store` take the place of either, where they are embedded.
+    `sorted_set` names a queue in a sorted set of that Redis instead. `broker` and `store` take the place of either,
+    where they are embedded.
     """
 
     @asynccontextmanager
@@ -46,6 +49,11 @@ def reach_of(
             results = store if store is not None else _results(settings, link)
             if broker is not None:
                 yield MemoryDeadLetters(broker), results
+                return
+            if sorted_set is not None:
+                members = SortedSetDeadLetters(link, queue=sorted_set, ttl_s=settings.redis.response_ttl_s, now=now)
+                await members.begin()
+                yield members, results
                 return
             async with _letters(settings, link, name, now) as letters:
                 yield letters, results

@@ -33,6 +33,8 @@ SCORE_HORIZON_MS: Final = 2**17 * 1000
 SCORE_STEPS: Final = 2**21
 """Of a second of the score, 62.5 ms of submission time each; a float64 holds them beside a whole Unix time."""
 LATEST_DEADLINE: Final = 2**63 - 1
+LONGEST_TTL_S: Final = 366 * 86_400
+"""Of a list of results, as documents may have it: Redis refuses what is beyond its own clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,10 +225,11 @@ def routed(
     """What the queue says of a request that is taken from it, noted in its envelope.
 
     Where the result goes is said once: by the queue, else by the message, else by default. A request that is on its
-    way already keeps its route, whatever the configuration has become.
+    way already keeps its route, whatever the configuration has become. A retry comes back to the queue that it was
+    taken from, whatever the message says: another key may be no queue, or one that nobody serves.
     """
     routing = envelope.routing
-    if not routing.result_routing_resolved:
+    if not (routing.result_routing_resolved and routing.result_queue_name):
         asked = routing.result_queue_name or envelope.request.result_queue_name
         routing = replace(
             routing,
@@ -239,7 +242,7 @@ def routed(
         routing=replace(
             routing,
             queue_id=queue_id,
-            request_queue_name=routing.request_queue_name or queue_name,
+            request_queue_name=queue_name,
             labels={**routing.labels, **labels},
         ),
     )
@@ -392,7 +395,7 @@ def _routing(internal: bytes, request: bytes) -> Routing:
         request_token=seen.request_token or "",
         request_queue_name=seen.request_queue_name or "",
         result_queue_name=seen.result_queue_name or "",
-        result_ttl_seconds=max(seen.result_ttl_seconds or 0, 0),
+        result_ttl_seconds=min(max(seen.result_ttl_seconds or 0, 0), LONGEST_TTL_S),
         result_routing_resolved=seen.result_routing_resolved or False,
         transport_correlation_id=seen.transport_correlation_id or "",
         enqueued_at_ms=seen.enqueued_at_ms or 0,

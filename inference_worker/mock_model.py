@@ -67,7 +67,9 @@ class MockModelConfig:
     max_num_seqs: int = 256
     """How many requests run at a time; the others wait."""
     max_queued: int | None = None
-    """How many may wait; one more is refused with 503. None for any number."""
+    """How many may wait; one more is refused. None for any number."""
+    busy_status: int = 503
+    """What it is refused with."""
     kv_capacity_tokens: int = 100_000
     """How many tokens fit the cache, for `vllm:kv_cache_usage_perc`."""
     max_model_len: int = MAX_MODEL_LEN
@@ -104,13 +106,14 @@ class MockModel:
         """Requests for work that came, whatever became of them."""
         self.aborted = 0
         """Requests whose client went away."""
+        self.rejections = 0
+        """Requests for which there was no room."""
         self._running: set[_Sequence] = set()
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._faulted = 0
         self._taken = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
-        self._rejections = 0
         self._success = dict.fromkeys(("stop", "length", "abort", "error"), 0)
         self._ids = itertools.count(1)
 
@@ -197,7 +200,7 @@ class MockModel:
             "counter",
             *((f',finished_reason="{reason}"', count) for reason, count in self._success.items()),
         )
-        family("vllm:admission_rejections_total", "counter", (',reason="max_num_queued_reqs"', self._rejections))
+        family("vllm:admission_rejections_total", "counter", (',reason="max_num_queued_reqs"', self.rejections))
         return web.Response(
             body="".join(f"{line}\n" for line in lines).encode(),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
@@ -293,9 +296,10 @@ class MockModel:
             self._taken += 1
         else:
             if self.config.max_queued is not None and self.waiting >= self.config.max_queued:
-                self._rejections += 1
+                self.rejections += 1
                 busy = "The engine is currently busy and cannot accept new requests. Please try again later."
-                raise Refusal(503, busy, "Service Unavailable")
+                kind = "Service Unavailable" if self.config.busy_status == 503 else "Too Many Requests"
+                raise Refusal(self.config.busy_status, busy, kind)
             turn: asyncio.Future[None] = loop.create_future()
             self._waiting.append(turn)
             try:

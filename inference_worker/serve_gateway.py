@@ -324,7 +324,7 @@ async def _neighbours(settings: Settings, outside: Outside, stack: AsyncExitStac
         book=book,
         hooks=hooks,
         results=stores.results,
-        fleet=stores.fleet,
+        fleet=stores.fleet_of(settings.queue),
         dead=reach_of(settings, outside.now),
         declare=declare,
     )

@@ -138,7 +138,13 @@ COMMANDS: Final = (
         "integration/test_scaler.py::test_while_the_broker_cannot_be_seen_it_says_503_and_wants_nothing",
         "unit/test_scale_view.py::test_keda_finds_a_number_at_every_documented_path",
     ),
-    later("`process`: many queues, gates, pools, tiers", "process"),
+    proved(
+        "`process`: many queues, gates, pools, tiers",
+        "integration/test_many_queues_page.py::test_the_quick_start_answers_as_it_says",
+        "integration/test_many_queues_page.py::test_the_permissions_that_the_docs_name_are_enough",
+        "integration/test_check_process.py::test_it_says_of_each_gate_when_it_closes_and_what_it_reads",
+        "integration/test_sorted_set_dead_letters.py::test_a_dead_request_is_put_back_once_as_a_new_submission_and_ends_with_a_result",
+    ),
 )
 
 ENVIRONMENT: Final = (

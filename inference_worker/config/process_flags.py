@@ -62,7 +62,7 @@ FLAGS: Final[tuple[Flag, ...]] = (
     Flag(
         name="transport-config-watch-interval",
         default="0",
-        meaning="how often the queues of that file are read again; 0: never",
+        meaning="accepted, and without effect as yet: queues are read when it starts",
         kind="seconds",
     ),
     Flag(name="pool-config-file", default="", meaning="the file of the pools; without one there is one, `default`"),

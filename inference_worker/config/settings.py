@@ -33,9 +33,9 @@ from inference_worker.config.values import Text, is_off, open_regular, read_file
 from inference_worker.disposition import RetryPolicy
 from inference_worker.errors import ConfigurationError
 
-Needs = Literal["run", "dev", "client", "gateway", "scaler"]
-"""Who asks: `run` and `check`; `dev`, which brings everything; `submit` and `dlq`, which use broker and Redis; and the
-intake and the scaler, which use those too."""
+Needs = Literal["run", "dev", "client", "gateway", "scaler", "process"]
+"""Who asks: `run` and `check`; `dev`, which brings everything; `submit` and `dlq`, which use broker and Redis; the
+intake and the scaler, which use those too; and `process`, whose queues and models stand in documents."""
 
 _NOT_A_REPLICA: Mapping[str, str] = {
     "USER_ID": "client",
@@ -57,6 +57,14 @@ BROUGHT: Mapping[Needs, Mapping[str, str]] = {
     "client": {**_NOT_A_REPLICA, "REPLICA_ID": "client"},
     "gateway": {**_NOT_A_REPLICA, "REPLICA_ID": "gateway"},
     "scaler": {**_NOT_A_REPLICA, "REPLICA_ID": "scaler"},
+    "process": {
+        "DEPLOYMENT_ID": "process",
+        "REPLICA_ID": "process",
+        "USER_ID": "process",
+        "HF_MODEL_ID": "various",
+        "METRIC_SERVER_URL": "off",
+        "CROESUS_HOST": "off",
+    },
 }
 STREAMS_DEPLOYMENT = "default"
 """Names nothing outside a worker where the queue is a stream, so that nobody else need set one."""
@@ -302,7 +310,7 @@ def _what(error: ErrorDetails, value: str | Text | None) -> str:
 
 def _across(parts: Mapping[str, Part], values: Mapping[str, str | Text], needs: Needs) -> Iterable[tuple[str, str]]:
     """What only two variables together tell. A part that is wrong by itself is missing here."""
-    reports = needs in ("run", "dev")
+    reports = needs in ("run", "dev", "process")
     if reports and "METRIC_SERVER_SERVICE_TOKEN" not in values and not is_off(values.get("METRIC_SERVER_URL")):
         yield "METRIC_SERVER_SERVICE_TOKEN", "is required and not set"
     match parts:

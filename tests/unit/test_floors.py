@@ -16,34 +16,38 @@ FLOORS = (
     "errors timing lanes",  # F0
     "gates.parameters merge stamping messages",  # F1
     "event_stream llmd_messages",
-    "llmd_results retry_ladder",
+    "llmd_results llmd_renewed retry_ladder",
     "llmd_retry",
     "disposition",  # F2
     "breaker",
     "config.values",  # F3
     "config.parts config.documents config.process_flags",
-    "ports config.settings",
-    "producer_requests producer_results job_book scaling",
+    "ports config.settings config.gate_tree",
+    "producer_requests producer_results job_book scaling redis_slots config.doubts",
     "redis_scripts rmq_values settling metrics_buffer metrics logs tracing throughput mock_answers",  # F4a
-    "producer_scripts rmq_connection job_records",
+    "producer_scripts producer_steps rmq_connection job_records redis_cluster redis_sentinel",
     "rmq_listener rmq_producer rmq_dead_letters transports.memory results.* scaler model_client billing.* scraping "
     "mock_model echo_model",
-    "addressing",
+    "addressing redis_modes",
     "routed_model",
     "gates.*",  # Those in Redis know the keys of its results.
-    "transports.*",
+    "transports.*",  # A list of results reads what the sorted set stores.
     "rmq_look rmq_backlog scale_metrics client_ways otlp confirmed_intake stream_dead_letters memory_dead_letters "
     "producer_arrivals producer_leases",
+    "sorted_set_dead_letters",
     "dlq peer_metrics",
-    "dlq_reach dlq_remote dlq_saying",
-    "pool_gate",
+    "dlq_reach dlq_remote dlq_saying peer_gates peer_notes peer_backlog pooled_metrics",
+    "pool_gate peer",
     "message_processor health_checker metrics_reporter fleet_reporter ops_server gateway.* client check producer",  # F5
     "request_notes",
     "listener submit_lines submit_state submit_progress",  # F6
     "submit_run",
     "submit dlq_command check_command",
+    "pools",
     "assembly",  # F7
-    "serve_gateway serve_scaler",
+    "serve_gateway serve_scaler process_setup process_queues process_status",
+    "process process_arguments",
+    "check_process",
     "dev_view dev_samples",
     "dev",  # F8
     "cli",  # F9
@@ -55,14 +59,14 @@ LIBRARIES = {
     "pydantic": "config.*",
     "pydantic_core": "config.*",
     "pydantic_settings": "config.*",
-    "msgspec": "messages event_stream llmd_messages llmd_results",
+    "msgspec": "messages event_stream llmd_messages llmd_results llmd_renewed",
 }
 DRIVERS = {
     "aio_pika": "rmq_*",
     "aiormq": "rmq_*",
     "pamqp": "rmq_*",
-    "redis": "producer_arrivals redis_scripts results.redis results.notifications transports.stream_reader "
-    "transports.key_watch",
+    "redis": "producer_arrivals producer_steps redis_scripts redis_cluster redis_sentinel results.redis "
+    "results.notifications transports.stream_reader transports.key_watch",
     "aiohttp": "model_client",
     "aiohttp.web": "ops_server mock_model",
     "fastapi": "gateway.*",

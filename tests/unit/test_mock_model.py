@@ -209,6 +209,18 @@ async def test_requests_beyond_the_places_wait_in_turn_and_beyond_the_queue_are_
     )
 
 
+async def test_what_there_is_no_room_for_can_be_answered_as_a_gateway_that_sheds_does() -> None:
+    async with mock(max_num_seqs=1, max_queued=0, latency_s=0.2, busy_status=429) as (model, client):
+        call = asyncio.ensure_future(client.post(CHAT, json=say("a")))
+        await reaches(model, running=1, waiting=0)
+
+        refused = await client.post(CHAT, json=say("a"))
+
+        assert (refused.status_code, refused.json()["error"]["type"]) == (429, "Too Many Requests")
+        assert model.rejections == 1
+        assert (await call).status_code == 200
+
+
 async def test_the_cache_fills_while_tokens_are_written() -> None:
     """Two choices of 40 tokens and a prompt of 2, where 100 fit."""
     async with mock(tokens_per_second=100, kv_capacity_tokens=100) as (model, client):

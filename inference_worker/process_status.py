@@ -1,0 +1,66 @@
+"""Whether the queues of a process are connected, and how its pools and gates stand: for probes and people."""
+
+from collections.abc import Mapping
+
+from inference_worker.assembly import Listeners
+from inference_worker.config.documents import ProcessDocuments
+from inference_worker.listener import Listener
+from inference_worker.ports import Gate
+from inference_worker.transports.merged import MergedTransport
+
+
+class Standing:
+    """The gates of a process, as they were made, and what is said of them."""
+
+    def __init__(self, documents: ProcessDocuments) -> None:
+        self._documents = documents
+        self._at_queues: dict[str, Gate] = {}
+        self._at_pools: dict[str, Gate] = {}
+
+    def stand(self, pool: str, at_queues: Mapping[str, Gate], at_pool: Gate | None) -> None:
+        """These gates were made for a pool and its queues, by the ids of these."""
+        self._at_queues |= at_queues
+        if at_pool is not None:
+            self._at_pools[pool] = at_pool
+
+    def status(self, listeners: Listeners) -> Mapping[str, object]:
+        """Each pool, with its queues: for the page of a worker."""
+        slots = {pool.id: pool.workers for pool in self._documents.pools}
+        return {
+            "pools": {
+                name: {
+                    "state": listener.state,
+                    "suspended": dict(listener.suspended),
+                    "in_flight": listener.in_flight,
+                    "slots": slots[name],
+                    **_gate(self._at_pools.get(name)),
+                    "queues": self._queues(name, listener),
+                }
+                for name, listener in listeners.items()
+            }
+        }
+
+    def _queues(self, pool: str, listener: Listener) -> Mapping[str, object]:
+        session = listener.transport
+        waiting = session.waiting() if isinstance(session, MergedTransport) else {}
+        return {
+            queue.id: {"waiting_here": waiting.get(queue.queue_name, 0), **_gate(self._at_queues.get(queue.id))}
+            for queue in self._documents.transport.queues
+            if queue.worker_pool_id == pool
+        }
+
+
+def links(listeners: Listeners) -> Mapping[str, tuple[bool, str]]:
+    """Whether each queue is connected, and why not."""
+    found: dict[str, tuple[bool, str]] = {}
+    for name, listener in listeners.items():
+        session = listener.transport
+        if isinstance(session, MergedTransport):
+            found |= {f"queue {queue}": (not why, why) for queue, why in session.reasons().items()}
+        else:
+            found[f"pool {name}"] = (False, listener.link_reason or "not connected")
+    return found
+
+
+def _gate(gate: Gate | None) -> Mapping[str, object]:
+    return {} if gate is None else {"gate": {"budget": round(gate.budget(), 4), "closes_at": gate.closes_at()}}
