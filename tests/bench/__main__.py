@@ -5,6 +5,9 @@
     python -m tests.bench submit [--lines 10000] [--in-flight 64]
     python -m tests.bench streams [--rounds 9]
     python -m tests.bench kills [--jobs 20000]
+    python -m tests.bench saturation [--seconds 25] [--only aimd]
+    python -m tests.bench pickup [--messages 1000]
+    python -m tests.bench process [--seconds 15] [--rates 500 1000 2000]
 
 RabbitMQ and Redis come from where the tests have them (`TEST_SERVICES`). The worker is the real process; the bare loop
 consumes, claims, calls, stores and acknowledges with the same drivers, the same scripts and no logic at all. Rounds
@@ -31,6 +34,9 @@ from rich.table import Table
 from inference_worker import logs
 from tests.bench.kills import kills_bar
 from tests.bench.latency import measure_latency
+from tests.bench.pickup import pickup_bar
+from tests.bench.process import RATES, process_bar
+from tests.bench.saturation import saturation_bar
 from tests.bench.streams import streams_bar
 from tests.bench.submit import submit_bar
 from tests.conservation import channel_of
@@ -179,13 +185,16 @@ async def latency(args: argparse.Namespace, rabbit: Rabbit, redis: Redis) -> boo
 def main() -> int:
     """Run what the arguments name; 1 where a bar is missed."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench")
-    what = ["throughput", "latency", "submit", "streams", "kills", "all"]
+    what = ["throughput", "latency", "submit", "streams", "kills", "saturation", "pickup", "process", "all"]
     parser.add_argument("what", nargs="?", choices=what, default="all")
     parser.add_argument("--rounds", type=int, help="default 3; streams: 9")
     parser.add_argument("--messages", type=int, default=5000)
     parser.add_argument("--in-flight", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--lines", type=int, default=10_000)
     parser.add_argument("--jobs", type=int, default=20_000)
+    parser.add_argument("--seconds", type=float, help="of each case; default 25, process: 15, pickup: 30 of idleness")
+    parser.add_argument("--only", default="", help="of saturation: cases with this text, or aimd")
+    parser.add_argument("--rates", type=int, nargs="+", default=list(RATES))
     args = parser.parse_args()
     rounds, args.rounds = args.rounds, args.rounds or 3
     logs.configure("warning", "console", sys.stderr)
@@ -202,6 +211,12 @@ def main() -> int:
             good &= asyncio.run(streams_bar(rounds or 9, redis, console))
         if args.what in ("kills", "all"):
             good &= asyncio.run(kills_bar(args.jobs, redis, console))
+        if args.what in ("pickup", "all"):
+            good &= asyncio.run(pickup_bar(min(args.messages, 1000), args.seconds or 30, redis, console))
+        if args.what in ("saturation", "all"):
+            good &= asyncio.run(saturation_bar(args.seconds or 25, redis, console, args.only))
+        if args.what in ("process", "all"):
+            good &= asyncio.run(process_bar(args.seconds or 15, args.rates, supply, console))
         if args.what in ("submit", "all"):
             good &= asyncio.run(submit_bar(args.lines, args.in_flight[-1], supply.rabbit(), redis, console))
     finally:

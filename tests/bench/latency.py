@@ -57,7 +57,9 @@ async def measure_latency(rabbitmq_url: str, redis_url: str, count: int) -> Step
         outside = Outside(now=time.time, rng=random.Random(1))
         stop = asyncio.Event()
         async with redis_stores(settings) as stores, RedisClient.from_url(redis_url) as redis:
-            watched = Stores(results=_timed_store(stores.results, marks), outbox=stores.outbox, fleet=stores.fleet)
+            watched = Stores(
+                results=_timed_store(stores.results, marks), outbox=stores.outbox, fleet_of=stores.fleet_of
+            )
             _time_the_model(marks)
             async with assembly.worker(
                 settings, outside, stores=watched, connect=_timed_queue(rabbitmq_queue(settings, outside, None), marks)
