@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-input
 PYTEST := $(BIN)/python -m pytest
+# The integration tests mostly wait: two run at a time, with servers of their own, unless they share servers named by URL.
+PARALLEL := $(if $(filter url,$(TEST_SERVICES))$(REDIS_URL)$(RABBITMQ_URL),,-n 2 --dist loadfile)
 
 .PHONY: run test unit integration check lint format bench clean
 .DEFAULT_GOAL := run
@@ -20,7 +22,7 @@ unit: $(VENV)/test.stamp
 
 integration: $(VENV)/test.stamp
 	@echo "Integration tests"
-	@$(PYTEST) tests/integration
+	@$(PYTEST) tests/integration $(PARALLEL)
 
 check: lint unit
 

@@ -111,10 +111,7 @@ class HttpModelClient:
         try:
             async with asyncio.timeout(timeout_s):
                 headers = overlaid({"Content-Type": "application/json"}, headers)
-                mine = self._headers(shown_id(request_id), stream)
-                if any(name.lower() == "x-request-id" for name in headers):
-                    mine.pop("X-Request-Id", None)  # Its requester's own goes on.
-                headers = overlaid(headers, mine)
+                headers = overlaid(headers, self._headers(shown_id(request_id), stream))
                 return await self._answered(call, endpoint, payload, stream, headers)
         except TimeoutError as exc:
             raise ModelSlow(f"no whole answer within {timeout_s:g} s") from exc

@@ -96,6 +96,9 @@ def _or_end(get: Callable[[], Rabbit | Redis | Supply]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs_control: stops, pauses or sets up a server; not with TEST_SERVICES=url")
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        # What is missing is installed once, before several processes of tests look for it.
+        _or_end(lambda: services_of(config).supply)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

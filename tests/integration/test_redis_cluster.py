@@ -426,12 +426,13 @@ async def test_a_server_without_an_answer_holds_up_no_other(servers: Cluster, cl
 
 async def test_a_map_that_nobody_can_give_is_said_and_asked_for_again(servers: Cluster, redis_url: str) -> None:
     """One address leads nowhere, the next to a server that is no Cluster; then the right one."""
-    addresses = [f"{LOOPBACK}:{free_port()}", redis_url.removeprefix("redis://").split("/")[0]]
-    async with RedisCluster(lambda: redis_url, addresses, client_name="test", tls=RedisTls()).open() as nowhere:
+    alone = redis_url.removeprefix("redis://").split("/")[0]
+    url, addresses = f"redis://{alone}", [f"{LOOPBACK}:{free_port()}", alone]
+    async with RedisCluster(lambda: url, addresses, client_name="test", tls=RedisTls()).open() as nowhere:
         with pytest.raises(StoreUnavailable, match="cluster support disabled"):
             await nowhere.do("GET", "k")
     addresses.append(servers.nodes[1].address)
-    async with RedisCluster(lambda: redis_url, addresses, client_name="test", tls=RedisTls()).open() as found:
+    async with RedisCluster(lambda: url, addresses, client_name="test", tls=RedisTls()).open() as found:
         assert await found.do("GET", "k") is None
         assert set(found.masters) == {one.address for one in servers.nodes}
 
