@@ -86,13 +86,16 @@ class Page:
     """The ops port, and what it shows beside what every worker does."""
 
     host: str
-    ports: Sequence[int]
+    ports: Mapping[str, int]
+    """By the variable or the flag that says which; 0: none."""
     links: Callable[[Listeners], Mapping[str, tuple[bool, str]]]
     """By condition: whether the broker is connected, and why not."""
     metrics: Callable[[str], tuple[bytes, str]]
     """The page for an Accept header, and its content type."""
     status: Callable[[Listeners], Mapping[str, object]]
     """More about this process, for people."""
+    one_model: bool = True
+    """Off where there are several, whose health nobody asks."""
 
 
 Beside = Callable[[asyncio.Event], Coroutine[object, object, None]]
@@ -164,7 +167,7 @@ class Worker:
         """The one of a sidecar."""
         self._page = page or Page(
             host=settings.ops.host,
-            ports=(settings.ops.port,),
+            ports={"WORKER_HTTP_PORT": settings.ops.port},
             links=self._link,
             metrics=self.metrics.exposition,
             status=self._status_of_one,
@@ -184,8 +187,9 @@ class Worker:
                 httpx.AsyncClient(trust_env=False, verify=self._tls, timeout=SCRAPE_S)
             )
             drainer = await self._drainer(stack)
-            for port in dict.fromkeys(port for port in self._page.ports if port):
-                await stack.enter_async_context(self._ops_server().serving(self._page.host, port))
+            named = {port: name for name, port in self._page.ports.items() if port}
+            for port, name in named.items():
+                await stack.enter_async_context(self._ops_server().serving(self._page.host, port, name))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._check_health(drained), name="health checker")
                 group.create_task(
@@ -209,10 +213,11 @@ class Worker:
 
     def ready(self) -> Mapping[str, tuple[bool, str]]:
         """What must be true for this worker to be of use now, and what is not."""
+        model = self.model_health
         return {
             **self._page.links(self.listeners),
             "redis": (self.store_health.ok, "" if self.store_health.ok else self.store_health.reason),
-            "model": (self.model_health.ok, "" if self.model_health.ok else self.model_health.reason),
+            **({"model": (model.ok, "" if model.ok else model.reason)} if self._page.one_model else {}),
             "running": (not self._stopping, "stopping" if self._stopping else ""),
         }
 
@@ -223,11 +228,11 @@ class Worker:
             "version": version(),
             "deployment_id": identity.deployment_id,
             "replica_id": identity.replica_id,
-            "hf_model_id": identity.hf_model_id,
+            **({"hf_model_id": identity.hf_model_id} if self._page.one_model else {}),
             **self._page.status(self.listeners),
             "ready": {name: ok for name, (ok, _) in self.ready().items()},
             "reasons": {name: why for name, (ok, why) in self.ready().items() if not ok},
-            "model_checked_at": self.model_health.checked_at,
+            **({"model_checked_at": self.model_health.checked_at} if self._page.one_model else {}),
             "uptime_s": round(self._outside.now() - self._started_at, 1),
         }
 

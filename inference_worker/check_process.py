@@ -63,6 +63,8 @@ AT_ONCE: Final = 8
 """Connections to RabbitMQ, one for each queue."""
 KEPT: Final = "requests, claims and results"
 CLIENT: Final = "inference-worker/check"
+ASKED_EACH_TIME: Final = frozenset({"redis-quota", "reservation-classifier"})
+"""Gates that ask Redis of each request: there is nothing to read before one comes."""
 FROM_PROMETHEUS: Final = frozenset({"prometheus-saturation", "prometheus-budget", "prometheus-query", "binary-metric"})
 
 Rows = Callable[[], Awaitable[list[Finding]]]
@@ -442,6 +444,8 @@ class Place:
             detail = f"{said}. Now: no reading ({why_not}), so the budget is {budget:.2f}"
             return Finding(what=what, word="warning", detail=detail, mend="mend what it reads, or its fallback")
         now = f"open, budget {budget:.2f}" if budget > 0 else "closed"
+        if budget > 0 and any(gate.gate_type in ASKED_EACH_TIME for gate in self.tree.all()):
+            now += "; Redis is asked for each request"
         return Finding(what=what, word="ok", detail=f"{said}. Now: {now}")
 
 

@@ -31,6 +31,7 @@ from inference_worker.process_arguments import (
     given_flags,
     process_level,
     read_text,
+    takes_flags,
     with_two_dashes,
 )
 from inference_worker.process_setup import read_setup
@@ -55,11 +56,13 @@ def run(arguments: Sequence[str], environ: Mapping[str, str], outside: Outside) 
     parser = _parser()
     if "process" in arguments[:2]:
         arguments = with_two_dashes(arguments)
-    args = parser.parse_args(arguments or ["run"])
+    args, unknown = parser.parse_known_args(arguments or ["run"])
+    if unknown and not takes_flags(args):
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if (wrong := _wrong_together(args)) is not None:
         parser.error(wrong)
     try:
-        work = _work(args, environ, outside)
+        work = _work(args, unknown, environ, outside)
     except ConfigurationError as exc:
         return _misconfigured(exc)
     try:
@@ -80,7 +83,7 @@ def _misconfigured(exc: ConfigurationError) -> int:
     return MISCONFIGURED
 
 
-def _work(args: argparse.Namespace, environ: Mapping[str, str], outside: Outside) -> Work:
+def _work(args: argparse.Namespace, unknown: Sequence[str], environ: Mapping[str, str], outside: Outside) -> Work:
     match args.command:
         case "dev":
             settings = load(environ, needs="dev")
@@ -112,11 +115,11 @@ def _work(args: argparse.Namespace, environ: Mapping[str, str], outside: Outside
             logs.configure(settings.log.level, settings.log.format, sys.stdout)
             return lambda stop: run_scaler(settings, outside, stop)
         case "process":
-            setup = read_setup(given_flags(args), environ, read_text, outside.rng)
+            setup = read_setup(given_flags(args, unknown), environ, read_text, outside.rng)
             logs.configure(process_level(setup), setup.settings.log.format, sys.stdout)
             return lambda stop: run_process(setup, outside, stop, _on_signal)
         case "check" if args.of == "process":
-            setup = read_setup(given_flags(args), environ, read_text, outside.rng)
+            setup = read_setup(given_flags(args, unknown), environ, read_text, outside.rng)
             given = setup.settings.log
             # What a gate cannot read stands in its row: no line of log for it, too.
             level = given.level if "level" in given.model_fields_set else "error"

@@ -240,7 +240,7 @@ def _again(failed: Failed, attempts: int, policy: Retries, *, left_s: float, jit
                 return _dead_letter(failed.reply, failed.hold)
             wait_s = retry_delay_s(attempts + 1, policy, failed.retry_after_s, left_s=left_s, jitter=jitter)
         case UntilDeadline():
-            if left_s <= 0:
+            if left_s < policy.shortest_step_s:  # Too late for another try that would be more than one of a storm.
                 return Ack(reply=_last_reply(failed), claim=failed.hold)
             wait_s = delay_s(attempts, policy, left_s=left_s, retry_after_s=failed.retry_after_s, jitter=jitter)
         case _:

@@ -198,7 +198,9 @@ async def describe(letter: Letter, body: "_Body", store: Store) -> Dead:
             silent = str(exc)
     failed = known if known is not None and known.status == "failed" else None
     retries = _whole(letter.headers.get("x-retry-count"))
-    attempts = _whole(letter.headers.get("x-dead-attempts")) or note.attempts
+    attempts = _whole(letter.headers.get("x-dead-attempts"))
+    if attempts is None:
+        attempts = note.attempts
     if attempts is None and retries is not None:
         attempts = retries + 1
     status = _whole(letter.headers.get("x-dead-status")) or note.status_code
@@ -268,7 +270,7 @@ class Replay(Generic[L]):
         now = self.now()
         request_id, body = dead.request_id, renewed(letter.body, now)
         if body is None or request_id is None or _body(letter.body).request_id != request_id:
-            return "unreadable", "it is no JSON object with a usable request_id, and would be refused again"
+            return "unreadable", "it cannot be read as a request with a usable id, and would be refused again"
         if request_id in self._done:
             return "again", "another letter of the same request was just replayed"
         queue = letter.origin

@@ -91,7 +91,10 @@ class Listener:
         store_patience_s: float,
         tracer: Tracer = PASSING_ON,
         hand_back: HandBack = AT_ONCE,
+        name: str = "",
     ) -> None:
+        """`name` stands in its lines of log, where there are several."""
+        self._log = log.bind(pool=name) if name else log
         self._connect = connect
         self._processor = processor
         self._store = store
@@ -217,7 +220,7 @@ class Listener:
                 self._transport = None
             self._metrics.peer("broker", False)
             if why != self.link_reason:
-                log.warning("no connection to the broker; trying again", reason=why)
+                self._log.warning("no connection to the broker; trying again", reason=why)
             self.link_reason = why
             if loop.time() - opened_at > backoff_s + FIRST_BACKOFF_S:
                 backoff_s = FIRST_BACKOFF_S  # It had lasted: this is a new failure, not the same one still.
@@ -230,7 +233,7 @@ class Listener:
             self._metrics.reconnected()
         self._metrics.peer("broker", True)
         self.link_reason = ""
-        log.info("connected to the broker")
+        self._log.info("connected to the broker")
 
     async def _session(self, transport: Transport, stop: asyncio.Event) -> None:
         """Consume whenever nothing speaks against it, until the session is lost or we are told to stop."""
@@ -302,7 +305,7 @@ class Listener:
         if not self._jobs:
             self._idle.set()
         if not task.cancelled() and (exc := task.exception()) is not None:
-            log.error("a job ended with an error", exc_info=exc)
+            self._log.error("a job ended with an error", exc_info=exc)
 
     # ------------------------------------------------------------ one delivery
 
@@ -360,12 +363,12 @@ class Listener:
         pause_s = self.breaker.saw(outcome)
         if pause_s is not None:
             why = f"{self.breaker.failures} calls in a row failed although the model says that it is healthy"
-            log.warning("the model fails everything; consuming pauses", pause_s=pause_s, reason=why)
+            self._log.warning("the model fails everything; consuming pauses", pause_s=pause_s, reason=why)
             self.suspend_consuming("breaker", why)
             self._end_pause()
             self._until_try = asyncio.get_running_loop().call_later(pause_s, self._try_model)
         elif state != "closed" and self.breaker.state == "closed":
-            log.info("the model does its work again")
+            self._log.info("the model does its work again")
             self._end_pause()
             self.resume_consuming("breaker")
             self._changed.set()
@@ -442,7 +445,7 @@ class Listener:
                 except (StoreUnavailable, TimeoutError) as exc:
                     if last:
                         text = "an answer is given up; its message is queued"
-                        log.warning(text, request_id=id_of(job), **job.span.ids)
+                        self._log.warning(text, request_id=id_of(job), **job.span.ids)
                         return DeliveryLost(stored=False), NotStored()
                     self._store_health.report(False, str(exc))
                 else:
@@ -470,10 +473,10 @@ class Listener:
     def _store_changed(self, ok: bool, reason: str) -> None:
         self._metrics.peer("store", ok)
         if ok:
-            log.info("the result store answers")
+            self._log.info("the result store answers")
             self.resume_consuming("store")
         else:
-            log.warning("the result store does not answer; consuming pauses", reason=reason)
+            self._log.warning("the result store does not answer; consuming pauses", reason=reason)
             self.suspend_consuming("store", reason)
 
     # ------------------------------------------------------------ the end
@@ -485,10 +488,12 @@ class Listener:
         self._enter("stopping")
         self._processor.stop()
         if self._jobs:
-            log.info("stopping: waiting for the requests that run", in_flight=len(self._jobs), grace_s=self._grace_s)
+            self._log.info(
+                "stopping: waiting for the requests that run", in_flight=len(self._jobs), grace_s=self._grace_s
+            )
         grace_left_s = max(self._told_at + self._grace_s - asyncio.get_running_loop().time(), 0.0)
         if not await stopped_within(self._idle, grace_left_s):
-            log.warning("the grace is over: requests are handed back", in_flight=len(self._jobs))
+            self._log.warning("the grace is over: requests are handed back", in_flight=len(self._jobs))
         self._grace_over.set()
         self._processor.interrupt()
         await stopped_within(self._idle, AFTER_GRACE_S)
@@ -507,7 +512,7 @@ class Listener:
 
     def _enter(self, state: LinkState) -> None:
         if state != self.state:
-            log.info(state, **({"reasons": dict(self.suspended)} if state == "suspended" else {}))
+            self._log.info(state, **({"reasons": dict(self.suspended)} if state == "suspended" else {}))
         self.state = state
         self._metrics.link(state)
 

@@ -14,6 +14,7 @@ from inference_worker.retry_ladder import LADDER_S, rungs_below
 
 FIRST_STEP_S: Final = 2.0
 LONGEST_STEP_S: Final = 60.0
+SHORTEST_STEP_S: Final = 0.25
 SPREAD: Final = 0.25
 """How much longer than asked a `Retry-After` may become, so that not everybody comes back at once."""
 MOST_DOUBLINGS: Final = 60
@@ -90,6 +91,8 @@ class UntilDeadline:
 
     first_step_s: float = FIRST_STEP_S
     longest_step_s: float = LONGEST_STEP_S
+    shortest_step_s: float = SHORTEST_STEP_S
+    """Steps get shorter towards the deadline, for all requests that have the same one: not shorter than that."""
     on_ladder: bool = False
     """Only delays of `retry_ladder.LADDER_S`, for a broker that needs a waiting queue for each distinct one."""
 
@@ -119,7 +122,9 @@ def delay_s(
     costs at most 62.5 % of the time, so that there is another try. `spread` in [0, 1) says how much more; `jitter`
     where it is left out.
     """
-    delay = backoff_s(retry_count, policy, left_s=left_s, jitter=jitter)
+    delay = max(
+        backoff_s(retry_count, policy, left_s=left_s, jitter=jitter), min(policy.shortest_step_s, max(left_s, 0.0))
+    )
     if retry_after_s is not None and retry_after_s > delay:
         asked = min(retry_after_s, max(left_s, 0.0) / 2)
         delay = max(delay, asked * (1 + SPREAD * (jitter if spread is None else spread)))

@@ -244,7 +244,7 @@ class MessageProcessor:
             if (early := await self._join(job, request)) is not None:
                 return early
             if self._now() >= request.deadline:
-                return self._without_claim(job, request, 408, "expired", EXPIRED)
+                return self._without_claim(job, request, 408, "expired", _expired(job))
             if (early := await self._stand_back(job)) is not None:
                 return early
             if (early := await self._take_slot(job)) is not None:
@@ -355,7 +355,7 @@ class MessageProcessor:
         """Wait for the pool's gate, with a slot and without a claim. None: it is let in."""
         left_s = request.deadline - self._now()
         if left_s <= 0:
-            return self._without_claim(job, request, 408, "expired", EXPIRED)
+            return self._without_claim(job, request, 408, "expired", _expired(job))
         asked = Asked(
             request_id=request.request_id,
             metadata=request.metadata,
@@ -506,7 +506,7 @@ class MessageProcessor:
         left_s = request.deadline - begun
         timeout_s = min(self._infer_timeout_s, left_s)
         if timeout_s <= 0:
-            return Concluded(reply=self._failure(job, 408, "expired", EXPIRED), hold=hold)
+            return Concluded(reply=self._failure(job, 408, "expired", _expired(job)), hold=hold)
         loop = asyncio.get_running_loop()
         asked_at = loop.time()
         job.permits = job.permits or Permits((), partial(self._saw, job.delivery))
@@ -732,6 +732,13 @@ class MessageProcessor:
 def _handing_on(job: Job, reply: Reply, answer: Answer) -> Reply:
     """A failed reply, with the answer itself where the message's format hands it on; ours does not."""
     return reply if job.delivery.request is None else replace(reply, answer=answer.body)
+
+
+def _expired(job: Job) -> str:
+    tried = job.delivery.attempts
+    if not tried:
+        return EXPIRED
+    return f"the deadline had passed before it could be tried again; {tried} {'tries' if tried > 1 else 'try'} failed"
 
 
 EXPIRED: Final = "the deadline had passed before a worker could begin"

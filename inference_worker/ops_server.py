@@ -56,8 +56,8 @@ class OpsServer:
         )
 
     @asynccontextmanager
-    async def serving(self, host: str, port: int) -> AsyncGenerator[int]:
-        """Listen inside the context; hands up the port.
+    async def serving(self, host: str, port: int, named: str = "WORKER_HTTP_PORT") -> AsyncGenerator[int]:
+        """Listen inside the context; hands up the port. `named` is the variable or the flag that says which.
 
         Raises:
             OSError: nothing can listen there; the text names the variable.
@@ -69,7 +69,7 @@ class OpsServer:
                 await web.TCPSite(runner, host, port).start()
             except OSError as exc:
                 why = "it is in use; choose another, or 0 for none" if exc.errno == errno.EADDRINUSE else str(exc)
-                variable = "WORKER_HTTP_HOST" if isinstance(exc, socket.gaierror) else "WORKER_HTTP_PORT"
+                variable = "WORKER_HTTP_HOST" if isinstance(exc, socket.gaierror) else named
                 raise OSError(f"{variable}: cannot listen on {host or '*'}:{port}: {why}") from exc
             yield runner.addresses[0][1]
         finally:

@@ -41,6 +41,8 @@ class Pool:
     gate: PoolGate | None = None
     addressing: Addressing = ADDRESSING
     saw: Saw = nobody_wants
+    one_of_several: bool = False
+    """Its name stands in its lines of log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,4 +112,5 @@ def listener_of(pool: Pool, shared: Shared) -> Listener:
         grace_s=shared.grace_s,
         store_patience_s=shared.store_patience_s,
         tracer=pool.tracer,
+        name=pool.name if pool.one_of_several else "",
     )

@@ -44,7 +44,7 @@ from inference_worker.model_client import HttpModelClient
 from inference_worker.peer import Peer
 from inference_worker.pool_gate import PoolGate
 from inference_worker.pools import Pool
-from inference_worker.ports import Fleet, Gate, ModelClient, Tracer
+from inference_worker.ports import Fleet, Gate, Tracer
 from inference_worker.process_queues import HAND_BACK, Broker, policy_of, route_of, saw, sources
 from inference_worker.process_setup import ProcessSetup, later
 from inference_worker.process_status import Standing
@@ -116,7 +116,7 @@ async def process(setup: ProcessSetup, outside: Outside) -> AsyncGenerator[Worke
         model = await stack.enter_async_context(_gateways(setup, outside, budget, tls))
         looking = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, verify=tls or True))
         links = Links(setup)
-        peer, standing = Peer(documents), Standing(documents)
+        peer, standing = Peer(documents), Standing(documents, model)
         tracer = peer.notes(tracer_of(settings, documents.transport.kind, _queue_ids(documents)))
         around = Around(
             metrics=Surroundings(
@@ -157,10 +157,11 @@ async def process(setup: ProcessSetup, outside: Outside) -> AsyncGenerator[Worke
             tracer=tracer,
             page=Page(
                 host=settings.ops.host,
-                ports=(setup.flags.health_port, setup.flags.metrics_port),
+                ports={"--health-port": setup.flags.health_port, "--metrics-port": setup.flags.metrics_port},
                 links=queue_links,
                 metrics=peer.page({pool.name: pool.metrics.registry for pool in pools}),
                 status=standing.status,
+                one_model=False,
             ),
             beside=[run for one in made for run in one.beside],
             asks_health=False,
@@ -226,6 +227,7 @@ class Parts:
             gate=gate,
             addressing=Addressing(stamps=documents.merge.stamps, tier_label=documents.merge.tier_label),
             saw=saw,
+            one_of_several=True,
         )
         backlog = self.peer.backlog(config.id, flags.backlog_poll_interval_s, broker.due(queues))
         running = [gate.run for gate in (*at_queues.values(), at_pool) if gate is not None]
@@ -293,7 +295,7 @@ def _redis(setup: ProcessSetup) -> AbstractAsyncContextManager[RedisPlace]:
 @asynccontextmanager
 async def _gateways(
     setup: ProcessSetup, outside: Outside, budget: ByteBudget, tls: ssl.SSLContext | None
-) -> AsyncGenerator[ModelClient, None]:
+) -> AsyncGenerator[RoutedModel, None]:
     settings, model = setup.settings, setup.settings.model
 
     def client(base_url: str) -> HttpModelClient:

@@ -59,13 +59,20 @@ def with_two_dashes(arguments: Sequence[str]) -> list[str]:
     return [f"-{said}" if _ONE_DASH.match(said) else said for said in arguments]
 
 
-def given_flags(args: argparse.Namespace) -> Mapping[str, str]:
-    """Those that were given, by their names."""
-    return {
+def takes_flags(args: argparse.Namespace) -> bool:
+    """Whether this is a command line with the flags: those that there are not are told with all else that is wrong."""
+    return any(name.startswith(PREFIX) for name in vars(args))
+
+
+def given_flags(args: argparse.Namespace, unknown: Sequence[str] = ()) -> Mapping[str, str]:
+    """Those that were given, by their names; also what is `unknown`, which is no flag, but for its values."""
+    flags = [said.lstrip("-").partition("=")[0] for said in unknown if said.startswith("-")]
+    given = {
         name.removeprefix(PREFIX): value
         for name, value in vars(args).items()
         if name.startswith(PREFIX) and value is not None
     }
+    return given | dict.fromkeys(flags or unknown, "")
 
 
 def read_text(path: str) -> str:

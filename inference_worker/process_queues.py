@@ -93,6 +93,7 @@ class Broker:
                 path=queue.request_path,
                 route=route,
                 labels=queue.labels,
+                queues=frozenset(one.queue_name for one in transport.queues),
             ),
             store=self.store,
             metrics=self.metrics,

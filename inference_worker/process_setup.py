@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from inference_worker.config.documents import ProcessDocuments, QueueConfig
-from inference_worker.config.process_flags import ProcessFlags, documents_of, read_flags
+from inference_worker.config.process_flags import NO_DOCUMENT, ProcessFlags, documents_of, flags_and_problems
 from inference_worker.config.settings import Settings, load
 from inference_worker.errors import ConfigurationError
 from inference_worker.gates.making import gate_problems
@@ -43,26 +43,23 @@ def read_setup(
     """
     problems: list[str] = []
     settings: Settings | None = None
-    flags: ProcessFlags | None = None
     documents: ProcessDocuments | None = None
     try:
         settings = load(environ, needs="process")
     except ConfigurationError as exc:
         problems += exc.problems
-    try:
-        flags = read_flags(given, read_file)
-    except ConfigurationError as exc:
-        problems += exc.problems
-    if flags is not None:
-        url = None if settings is None else _broker_url(flags.kind, settings)
-        check = partial(gate_problems, prometheus_url=flags.prometheus_url)
+    flags, wrong_flags = flags_and_problems(given, read_file)
+    problems += wrong_flags
+    url = None if settings is None else _broker_url(flags.kind, settings)
+    check = partial(gate_problems, prometheus_url=flags.prometheus_url)
+    if not wrong_flags or flags.transport_json not in NO_DOCUMENT:  # What is not named or not there is wrong already.
         try:
             documents = documents_of(flags, url=url, gate_problems=check)
         except ConfigurationError as exc:
             problems += exc.problems
     if documents is not None:
         problems += _not_served(documents)
-    if settings is None or flags is None or documents is None or problems:
+    if settings is None or documents is None or problems:
         raise ConfigurationError(tuple(dict.fromkeys(problems)))
     return ProcessSetup(settings=_named(_joined(settings, documents), rng), flags=flags, documents=documents)
 

@@ -6,14 +6,16 @@ from inference_worker.assembly import Listeners
 from inference_worker.config.documents import ProcessDocuments
 from inference_worker.listener import Listener
 from inference_worker.ports import Gate
+from inference_worker.routed_model import RoutedModel
 from inference_worker.transports.merged import MergedTransport
 
 
 class Standing:
     """The gates of a process, as they were made, and what is said of them."""
 
-    def __init__(self, documents: ProcessDocuments) -> None:
+    def __init__(self, documents: ProcessDocuments, gateways: RoutedModel) -> None:
         self._documents = documents
+        self._gateways = gateways
         self._at_queues: dict[str, Gate] = {}
         self._at_pools: dict[str, Gate] = {}
 
@@ -27,6 +29,7 @@ class Standing:
         """Each pool, with its queues: for the page of a worker."""
         slots = {pool.id: pool.workers for pool in self._documents.pools}
         return {
+            "gateways": {host: self._gateways.unreached.get(host, "ok") for host in self._gateways.gateways},
             "pools": {
                 name: {
                     "state": listener.state,
@@ -37,14 +40,19 @@ class Standing:
                     "queues": self._queues(name, listener),
                 }
                 for name, listener in listeners.items()
-            }
+            },
         }
 
     def _queues(self, pool: str, listener: Listener) -> Mapping[str, object]:
         session = listener.transport
         waiting = session.waiting() if isinstance(session, MergedTransport) else {}
+        reasons = session.reasons() if isinstance(session, MergedTransport) else {}
         return {
-            queue.id: {"waiting_here": waiting.get(queue.queue_name, 0), **_gate(self._at_queues.get(queue.id))}
+            queue.id: {
+                "connected": reasons.get(queue.queue_name, "not connected") or "yes",
+                "waiting_here": waiting.get(queue.queue_name, 0),
+                **_gate(self._at_queues.get(queue.id)),
+            }
             for queue in self._documents.transport.queues
             if queue.worker_pool_id == pool
         }

@@ -393,6 +393,8 @@ def _problems(redis_url: object, link: object, *, request_queue: object, result_
         problems.append("redis_url or link: one of them is needed, and only one")
     if redis_url is not None and not callable(redis_url) and not (isinstance(redis_url, str) and redis_url):
         problems.append("redis_url: a URL is expected, or a function that gives one")
+    elif isinstance(redis_url, str) and not redis_url.startswith(("redis://", "rediss://", "unix://")):
+        problems.append("redis_url: does not begin with redis:// or rediss:// or unix://")
     if link is not None and not isinstance(link, RedisLink | RedisCluster):
         problems.append(f"link: a RedisLink or RedisCluster is expected, got {type(link).__name__}")
     for name, queue in (("request_queue", request_queue), ("result_queue", result_queue)):

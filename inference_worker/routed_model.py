@@ -5,13 +5,17 @@ has no part in the calls to others. Where a call goes is said by its `base_url` 
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Protocol, Self
+
+import structlog
 
 from inference_worker.addressing import origin
 from inference_worker.errors import ModelGone
 from inference_worker.ports import NO_HEADERS, Answer, ModelClient
+
+log = structlog.get_logger(__name__)
 
 
 class Closable(ModelClient, Protocol):
@@ -35,6 +39,8 @@ class RoutedModel:
             clients[base_url] = origins[host]
         self._clients: Mapping[str, Closable] = clients
         self._by_host: Mapping[str, Closable] = origins
+        self.unreached: dict[str, str] = {}
+        """Gateways that the last call could not reach, and why: by scheme and host."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -68,14 +74,35 @@ class RoutedModel:
         client = self._clients.get(base_url) if base_url is not None else None
         if client is None:
             raise ModelGone(f"no gateway with the base URL {base_url} is configured")
-        return await client.infer(
-            endpoint=endpoint,
-            payload=payload,
-            stream=stream,
-            request_id=request_id,
-            timeout_s=timeout_s,
-            headers=headers,
-        )
+        try:
+            answer = await client.infer(
+                endpoint=endpoint,
+                payload=payload,
+                stream=stream,
+                request_id=request_id,
+                timeout_s=timeout_s,
+                headers=headers,
+            )
+        except ModelGone as exc:
+            self._not_reached(base_url, str(exc))
+            raise
+        self._reached(base_url)
+        return answer
+
+    @property
+    def gateways(self) -> Sequence[str]:
+        """All of them, by scheme and host."""
+        return tuple(self._by_host)
+
+    def _not_reached(self, base_url: str | None, reason: str) -> None:
+        host = origin(base_url or "")
+        if host not in self.unreached:
+            log.warning("a gateway cannot be reached; its requests are tried again", gateway=host, reason=reason)
+        self.unreached[host] = reason
+
+    def _reached(self, base_url: str | None) -> None:
+        if self.unreached and self.unreached.pop(origin(base_url or ""), None) is not None:
+            log.info("a gateway answers again", gateway=origin(base_url or ""))
 
     async def warm(self, connections: int) -> None:
         """Open connections ahead, the number shared out among the gateways, at least one each. Never fails."""

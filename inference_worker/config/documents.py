@@ -18,7 +18,14 @@ from inference_worker.config.values import AmqpUrl, BaseUrl, RedisUrl, Text
 from inference_worker.errors import ConfigurationError
 from inference_worker.gates.parameters import Parameters, shown
 from inference_worker.lanes import LANES, TIER_LABEL
-from inference_worker.stamping import FAIRNESS_ATTRIBUTE, FAIRNESS_HEADER, OBJECTIVE_HEADER, Stamps, legal_name
+from inference_worker.stamping import (
+    FAIRNESS_ATTRIBUTE,
+    FAIRNESS_HEADER,
+    OBJECTIVE_HEADER,
+    Stamps,
+    legal_name,
+    legal_value,
+)
 
 TransportKind = Literal["redis-sortedset", "redis-streams", "rabbitmq"]
 KINDS: Final[tuple[TransportKind, ...]] = ("redis-sortedset", "redis-streams", "rabbitmq")
@@ -35,6 +42,12 @@ DEFAULT_WORKERS: Final = 64
 MOST_WORKERS: Final = 100_000
 MOST_QUEUES: Final = 10_000
 YEAR_S: Final = 366 * 86_400
+
+BESIDE: Final[Mapping[TransportKind, tuple[str, ...]]] = {
+    "redis-sortedset": ("claimed", "claim-owners", "claims-idx", "claim-notes", "delayed", "dead"),
+    "redis-streams": ("delayed", "dead"),
+}
+"""The keys of a queue besides its own, each behind its name and a colon. What else were written there would end it."""
 
 GateType = Literal[
     "aimd",
@@ -57,6 +70,8 @@ GateType = Literal[
     "wait-on-refuse",
 ]
 GATE_TYPES: Final[tuple[GateType, ...]] = get_args(GateType)
+
+LEGAL_VALUE: Final = "what a header can have: no line ends, no control characters"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +236,10 @@ def _transport(kind: str, text: str, url: str | None, without_queues: bool, prob
     known = next((known for known in KINDS if known == kind), None)
     if known is None:
         problems.append(f"--transport: is {shown(kind)}; accepted: {', '.join(KINDS)}")
+    before = len(problems)
     document = _object(text, "transport", problems)
+    if not document and len(problems) > before:  # Nothing could be read: no word of what is missing in it.
+        return TransportConfig(kind=known or "redis-sortedset", url=None)
     given = Parameters(document, "transport", problems)
     given.has("queues")
     items = _list(document.get("queues"), "transport.queues", problems)
@@ -235,7 +253,31 @@ def _transport(kind: str, text: str, url: str | None, without_queues: bool, prob
     config = _of_a_kind(known or "redis-sortedset", document, given, url, tuple(queues), problems)
     if known is not None:
         given.finish()
+        _check_keys(config, problems)
     return config
+
+
+def _check_keys(transport: TransportConfig, problems: list[str]) -> None:
+    """Note where two things would lie under one key of Redis: the first that is written there ends the other."""
+    owners: dict[str, str] = {}
+    if transport.kind == "redis-sortedset":
+        owners[transport.retry_queue_name] = "the set of retries"
+    for queue in transport.queues:
+        for beside in BESIDE.get(transport.kind, ()):
+            owners[f"{queue.queue_name}:{beside}"] = f"a key of the queue {queue.queue_name}"
+
+    def note(where: str, name: str) -> None:
+        if name in owners:
+            problems.append(f"{where}: is {shown(name)}, which is {owners[name]}; accepted: a key of its own")
+
+    for place, queue in enumerate(transport.queues):
+        note(f"transport.queues[{place}].queue_name", queue.queue_name)
+    if transport.kind in BESIDE:
+        owners |= {queue.queue_name: f"the queue {queue.queue_name}" for queue in transport.queues if queue.queue_name}
+    if transport.kind == "redis-sortedset":
+        note("transport.result_queue_name", transport.result_queue_name)
+    for place, queue in enumerate(transport.queues):
+        note(f"transport.queues[{place}].result_queue_name", queue.result_queue_name)
 
 
 def _of_a_kind(
@@ -325,6 +367,8 @@ def _queue(item: object, where: str, problems: list[str]) -> QueueConfig:
         result_queue_name=given.text("result_queue_name", ""),
         result_ttl_s=given.whole("result_ttl_seconds", 0, at_least=0, at_most=YEAR_S),
     )
+    if not legal_value(queue.objective):
+        given.wrong("inference_objective", LEGAL_VALUE)
     given.finish()
     return queue
 
@@ -391,7 +435,8 @@ def _check_pools(transport: TransportConfig, pools: Sequence[PoolConfig], proble
 def _merge(text: str | None, problems: list[str]) -> MergeConfig:
     if text is None:
         return MergeConfig()
-    given = Parameters(_object(text, "merge", problems), "merge", problems)
+    document = _object(text, "merge", problems)
+    given = Parameters(document, "merge", problems)
     kind = next(known for known in MERGE_TYPES if known == given.choice("type", MERGE_TYPES))
     params = given.inner("parameters")
     merge = MergeConfig(
@@ -412,12 +457,18 @@ def _merge(text: str | None, problems: list[str]) -> MergeConfig:
             lane_patience={name: number for name, number in patience.items() if number is not None},
         )
     given.finish()
-    params.finish()
+    if document.get("type") in MERGE_TYPES:  # Else nobody knows what it may have.
+        params.finish()
     return merge
 
 
 def _lane_stamps(params: Parameters, merge: MergeConfig) -> Stamps:
     objectives = params.texts("lane_objectives")
+    params.problems.extend(
+        f"{params.where}.lane_objectives.{lane}: is {shown(said)}; accepted: {LEGAL_VALUE}"
+        for lane, said in objectives.items()
+        if not legal_value(said)
+    )
     return replace(
         merge.stamps,
         priority_header=_header(params, "priority_header", params.text("priority_header", "")),
@@ -547,6 +598,10 @@ def _parsed(text: str, where: str, problems: list[str]) -> object:
     except (ValueError, RecursionError) as exc:
         problems.append(f"{where}: is no JSON: {exc}")
         return None
+    try:
+        json.dumps(parsed, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        problems.append(f"{where}: has half a character, such as \\ud83d alone; accepted: Unicode text")
     problems.extend(f"{where}: has {shown(name)} twice in one object; accepted: once" for name in twice)
     if parsed is None:
         problems.append(f"{where}: is null; accepted: a document")

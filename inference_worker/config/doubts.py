@@ -98,12 +98,15 @@ def _eternal_results(documents: ProcessDocuments) -> Iterator[Doubt]:
     transport = documents.transport
     if transport.kind != "redis-sortedset":
         return
-    lists = [
-        queue.result_queue_name or transport.result_queue_name for queue in transport.queues if not queue.result_ttl_s
-    ]
-    if lists:
-        detail = f"{named(list(dict.fromkeys(lists)))}: results that nobody takes stay for ever"
+    lives: dict[str, set[int]] = {}
+    for queue in transport.queues:
+        lives.setdefault(queue.result_queue_name or transport.result_queue_name, set()).add(queue.result_ttl_s)
+    if eternal := [name for name, ttls in lives.items() if ttls == {0}]:
+        detail = f"{named(eternal)}: results that nobody takes stay for ever"
         yield Doubt(what="result lists", detail=detail, mend="result_ttl_seconds of their queues")
+    if mixed := [name for name, ttls in lives.items() if 0 in ttls and len(ttls) > 1]:
+        said = "some of their queues have a result_ttl_seconds, and when it is over the results of all go"
+        yield Doubt(what="result lists", detail=f"{named(mixed)}: {said}", mend="the same for all, or several lists")
 
 
 def _too_few_files(documents: ProcessDocuments, most_files: int) -> Iterator[Doubt]:

@@ -5,6 +5,7 @@ the transport document, or of another flag. Where new ones are given beside old 
 which were left out. Not here: reading the command line, and what the documents may hold (`documents`).
 """
 
+import difflib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -71,7 +72,7 @@ FLAGS: Final[tuple[Flag, ...]] = (
         default="",
         meaning="the file of the merge policy; without one it is random-robin",
     ),
-    Flag(name="transform-config-file", default="", meaning="the file of the body transforms"),
+    Flag(name="transform-config-file", default="", meaning="the file of the body transforms: none are served yet"),
     Flag(
         name="concurrency",
         default=str(DEFAULT_WORKERS),
@@ -99,8 +100,13 @@ FLAGS: Final[tuple[Flag, ...]] = (
         meaning="how often the backlog is counted; 0: never",
         kind="seconds",
     ),
-    Flag(name="health-port", default="8081", meaning="the port of /healthz and /readyz", kind="whole"),
-    Flag(name="metrics-port", default="9090", meaning="the port of /metrics", kind="whole"),
+    Flag(
+        name="health-port",
+        default="8081",
+        meaning="a port of /livez, /readyz, /metrics, /status; 0: none",
+        kind="whole",
+    ),
+    Flag(name="metrics-port", default="9090", meaning="another port of the same; 0: none", kind="whole"),
     Flag(name="tls-ca-cert", default="", meaning="a file of certificates (PEM) that the gateway's is checked against"),
     Flag(name="tls-cert", default="", meaning="a client certificate (PEM); needs tls-key"),
     Flag(name="tls-key", default="", meaning="its key (PEM)"),
@@ -110,14 +116,14 @@ FLAGS: Final[tuple[Flag, ...]] = (
         meaning="do not check the gateway's certificate",
         kind="switch",
     ),
-    Flag(name="v", default="2", meaning="how much is logged: 2 usual, 3 verbose, 4 debug, 5 trace", kind="whole"),
+    Flag(name="v", default="2", meaning="how much is logged: 0 warnings, 1 to 3 usual, 4 debug", kind="whole"),
     _unused("metrics-endpoint-auth", "true", "there is no Kubernetes behind the metrics to ask", "switch"),
     _unused("kubeconfig", "", "nothing here asks Kubernetes"),
-    _unused("zap-devel", "true", "logs have one format", "switch"),
-    _unused("zap-encoder", "", "logs have one format"),
+    _unused("zap-devel", "true", "use LOG_FORMAT: json or console", "switch"),
+    _unused("zap-encoder", "", "use LOG_FORMAT: json or console"),
     _unused("zap-log-level", "", "use v"),
     _unused("zap-stacktrace-level", "", "a fault of ours always comes with its trace"),
-    _unused("zap-time-encoding", "", "logs have one format"),
+    _unused("zap-time-encoding", "", "times are UTC, as ISO 8601 has them"),
     _old("message-queue-impl", "redis-pubsub", "--transport"),
     _old("redis-tracing", "false", "enable_tracing in the transport document", "switch"),
     _old("request-merge-policy-config", "", "--request-merge-policy-config-file"),
@@ -157,6 +163,8 @@ FLAGS: Final[tuple[Flag, ...]] = (
     ),
 )
 BY_NAME: Final = {flag.name: flag for flag in FLAGS}
+NO_DOCUMENT: Final = ("{}", "null")
+"""What stands for a transport document that was not named, or could not be read."""
 NEW_TRANSPORT: Final = ("transport", "transport-config", "transport-config-file")
 
 
@@ -199,7 +207,17 @@ def read_flags(given: Mapping[str, str], read_file: Callable[[str], str]) -> Pro
     Raises:
         ConfigurationError: with every problem.
     """
-    problems = [f"--{name}: is no flag; accepted: see --help" for name in given if name not in BY_NAME]
+    flags, problems = flags_and_problems(given, read_file)
+    if problems:
+        raise ConfigurationError(problems)
+    return flags
+
+
+def flags_and_problems(
+    given: Mapping[str, str], read_file: Callable[[str], str]
+) -> tuple[ProcessFlags, tuple[str, ...]]:
+    """The same, with all that is wrong beside it: what could be read may be wrong itself."""
+    problems = [f"--{name}: is no flag; {_meant(name)}" for name in given if name not in BY_NAME]
     values = _Values(given, problems)
     files = _Files(read_file, problems)
     text, kind, file, queues_alone = _transport(values, files)
@@ -208,6 +226,9 @@ def read_flags(given: Mapping[str, str], read_file: Callable[[str], str]) -> Pro
         values.wrong("pool-config-file", "only with --transport-config, --transport-config-file or a list of queues")
     if bool(values.text("tls-cert")) != bool(values.text("tls-key")):
         problems.append("--tls-cert: is given without --tls-key, or the other way round; accepted: both, or none")
+    prometheus = values.text("prometheus-url")
+    if prometheus and not prometheus.startswith(("http://", "https://")):
+        problems.append("--prometheus-url: does not begin with http:// or https://")
     watch_s = values.seconds(
         "transport-config-watch-interval"
         if values.new_transport or "transport-config-watch-interval" in given
@@ -241,9 +262,12 @@ def read_flags(given: Mapping[str, str], read_file: Callable[[str], str]) -> Pro
         verbosity=min(values.whole("v", -128, 1_000_000), 127),
         notes=tuple(_notes(values)),
     )
-    if problems:
-        raise ConfigurationError(tuple(dict.fromkeys(problems)))
-    return flags
+    return flags, tuple(dict.fromkeys(problems))
+
+
+def _meant(name: str) -> str:
+    close = difflib.get_close_matches(name, BY_NAME, n=1, cutoff=0.75)
+    return f"--{close[0]} is probably meant" if close else "accepted: see --help"
 
 
 def documents_of(

@@ -68,6 +68,8 @@ class Surroundings:
     sharers: Callable[[], int] = alone
     """How many processes take from the same pool; the parameter `replicas` stands above it."""
     told: Told = untold
+    place: str = ""
+    """Before what the gate stands, for people."""
 
 
 def prometheus_saturation(given: Parameters, around: Surroundings) -> MetricGate:
@@ -139,18 +141,22 @@ def endpoint_scrape(given: Parameters, around: Surroundings) -> MetricGate | Cou
     series = Series(url=url, metric=metric, labels=labels)
     page = PageSum(around.client, series, joined=joined, absent=absent, within_s=ANSWER_S)
     source = page if is_budget else _Used(page, pods, each)
-    what = "budget" if is_budget else f"{metric}" + (f" / {each:g} for each pod" if each > 0 else "")
+    what = metric if is_budget or each <= 0 else f"{metric} / ({each:g} x pods)"
     if counted:
         closes_at = f"each reading of {metric} grants what is left of {each:g} for each pod; without one closed"
         given.finish()
-        return CountedGate(source, pace, name=metric, closes_at=closes_at, told=around.told)
-    at = f"{baseline:g} and below" if is_budget else f"{1 - baseline:g} and above"
+        return CountedGate(
+            source, pace, name=_named(f"{metric} of {url}", around), closes_at=closes_at, told=around.told
+        )
+    at = f"is {baseline:g} or less" if is_budget else f"is {1 - baseline:g} or more"
     bounds = Bounds(
         baseline=baseline,
         fallback=_part(fallback),
-        closes_at=f"closed at {what} of {at}; without a reading {_without(fallback)}",
+        closes_at=f"closed while {what} {at}; without a reading {_without(fallback)}",
     )
-    return _gate(given, around, source, bounds, pace, name=metric, what=f"{url} {metric} {sorted(labels.items())}")
+    return _gate(
+        given, around, source, bounds, pace, name=f"{metric} of {url}", what=f"{url} {metric} {sorted(labels.items())}"
+    )
 
 
 def binary_metric(given: Parameters, around: Surroundings) -> BinaryGate:
@@ -159,7 +165,7 @@ def binary_metric(given: Parameters, around: Surroundings) -> BinaryGate:
     pace = _pace(given, around)
     source = _prometheus(given, around, (Query(budget=text),), pace)
     given.finish()
-    return BinaryGate(source, pace, name="binary metric", told=around.told)
+    return BinaryGate(source, pace, name=_named("binary metric", around), told=around.told)
 
 
 # ---------------------------------------------------------------- parts
@@ -235,12 +241,16 @@ def _gate(
         source,
         bounds,
         pace,
-        name=name,
+        name=_named(name, around),
         chance=around.chance,
         own=around.own(what, pace.max_age_s + pace.refresh_s),
         sharers=around.sharers if replicas is None else lambda: replicas,
         told=around.told,
     )
+
+
+def _named(name: str, around: Surroundings) -> str:
+    return f"{name}, before {around.place}" if around.place else name
 
 
 def _pace(given: Parameters, around: Surroundings) -> Pace:

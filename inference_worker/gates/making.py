@@ -238,7 +238,12 @@ def _seen_by(around: Around, owner: Owner, inference_pool: str) -> Surroundings:
         around.looks[what] += 1
         return around.loads.of(owner.kind, around.looks[what], what, remembered_s)
 
-    return replace(around.metrics, own=own, told=lambda seen: around.seen(owner, inference_pool, seen))
+    return replace(
+        around.metrics,
+        place=f"{owner.kind} {owner.name}",
+        own=own,
+        told=lambda seen: around.seen(owner, inference_pool, seen),
+    )
 
 
 def _place(spec: GateSpec) -> str:

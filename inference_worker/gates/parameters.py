@@ -323,6 +323,10 @@ def _list(value: object) -> Sequence[object] | None:
     return cast("Sequence[object]", read) if isinstance(read, list | tuple) else None
 
 
+def _plain(number: float) -> str:
+    return str(int(number)) if number == int(number) else f"{number:g}"
+
+
 def _bounds(said: str, *, unit: str = "", **bounds: float | None) -> str:
-    given = (f"{name.replace('_', ' ')} {bound:g}{unit}" for name, bound in bounds.items() if bound is not None)
+    given = (f"{name.replace('_', ' ')} {_plain(bound)}{unit}" for name, bound in bounds.items() if bound is not None)
     return f"{said} {', '.join(given)}".strip()

@@ -234,7 +234,7 @@ class Cascade:
             if isinstance(found, Measurement):
                 self._note(number)
                 return replace(found, source=number)
-            reasons.append(f"source {number}: {found.reason}")
+            reasons.append(f"source {number + 1} of {len(self._sources)}: {found.reason}")
         self._note(None)
         return Missing(reason="; ".join(reasons))
 

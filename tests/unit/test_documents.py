@@ -207,12 +207,40 @@ def test_what_is_wrong_with_the_transport_is_said_and_never_the_password_case_68
         ({"gate_type": "constant", "gate_params": "{"}, "transport.queues[0].gate_params: is no JSON"),
         ({"result_ttl_seconds": -1}, "transport.queues[0].result_ttl_seconds: is -1"),
         ({"priority": 1}, "transport.queues[0].priority: is not a parameter"),
+        ({"inference_objective": "a\r\nHost: b"}, "transport.queues[0].inference_objective: is"),
+        ({"result_queue_name": "q1"}, 'transport.queues[0].result_queue_name: is "q1", which is the queue q1'),
+        ({"result_queue_name": "q1:claimed"}, "transport.queues[0].result_queue_name: is"),
+        ({"result_queue_name": "retry-sortedset"}, "transport.queues[0].result_queue_name: is"),
+        ({"queue_name": "retry-sortedset"}, "transport.queues[0].queue_name: is"),
+        ({"queue_name": "q\ud83d"}, "transport: has half a character"),
     ],
 )
 def test_what_is_wrong_with_a_queue_is_said_with_its_place(others: Mapping[str, object], where: str) -> None:
     (said,) = problems(transport(queue(**others)))
 
     assert said.startswith(where)
+
+
+def test_no_two_things_of_a_transport_lie_under_one_key() -> None:
+    """The first that is written there ends the other, once the other is empty."""
+    first = queue(queue_name="p", result_queue_name="q1")
+    second = queue(queue_name="p:claimed")
+    said = problems(transport(first, second, QUEUE, result_queue_name="p:dead", retry_queue_name="q1"))
+
+    assert [one.split(": ")[0] for one in said] == [
+        "transport.queues[1].queue_name",
+        "transport.queues[2].queue_name",
+        "transport.result_queue_name",
+        "transport.queues[0].result_queue_name",
+    ]
+
+
+def test_a_queue_of_rabbitmq_and_a_list_of_redis_may_have_one_name() -> None:
+    text = json.dumps({"queues": [queue(result_queue_name="q1")]})
+
+    assert read_documents("rabbitmq", text).transport.queues[0].result_queue_name == "q1"
+    with pytest.raises(ConfigurationError):
+        read_documents("redis-streams", text)
 
 
 def test_sentinels_and_clusters_are_named_case_68() -> None:
@@ -374,6 +402,11 @@ def test_the_policy_without_starvation_has_a_patience_for_each_lane() -> None:
             {"type": "tier-aging", "parameters": {"lane_patience": {"overflow-batch": 0}}},
             "merge.parameters.lane_patience.overflow-batch: is",
             id="no patience",
+        ),
+        pytest.param(
+            {"type": "tier-priority", "parameters": {"lane_objectives": {"overflow-batch": "a\nb"}}},
+            "merge.parameters.lane_objectives.overflow-batch: is",
+            id="no value of a header",
         ),
         pytest.param([1], "merge: is [1]; accepted: an object", id="no object"),
         pytest.param("null", "merge: is null", id="null"),

@@ -116,7 +116,11 @@ def test_a_quota_that_refuses_needs_no_reader() -> None:
 def test_results_that_nobody_takes_stay_where_no_list_expires() -> None:
     queues = [queue("a", result_ttl_seconds=0), queue("b", result_ttl_seconds=0, result_queue_name="own"), queue("c")]
 
-    assert said(documents(*queues)) == ["result lists: result-list, own: results that nobody takes stay for ever"]
+    assert said(documents(*queues)) == [
+        "result lists: own: results that nobody takes stay for ever",
+        "result lists: result-list: some of their queues have a result_ttl_seconds, and when it is over the results of "
+        "all go",
+    ]
     assert said(documents(*queues, kind="redis-streams")) == []
 
 

@@ -235,7 +235,7 @@ async def test_a_cascade_hears_the_first_that_speaks_and_says_when_that_changes_
         0,
         1,
         1,
-        "source 0: gone; source 1: gone",
+        "source 1 of 2: gone; source 2 of 2: gone",
         0,
     ]
     assert [(line["before"], line["now"]) for line in log] == [(None, 0), (0, 1), (1, None), (None, 0)]

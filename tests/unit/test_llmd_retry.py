@@ -118,7 +118,7 @@ def test_the_last_result_of_a_deadline_after_a_429_is_that_429_case_253() -> Non
     assert (done.reply.status_code, done.reply.answer) == (429, b"busy")
 
 
-@given(st.integers(0, 10**6), st.floats(0.001, 10**6), jitters)
+@given(st.integers(0, 10**6), st.floats(0.25, 10**6), jitters)
 def test_a_retry_counts_one_more_and_waits_within_the_ladder_case_254(n: int, left_s: float, jitter: float) -> None:
     done = decide(failed(), n, POLICY, left_s=left_s, jitter=jitter)
 

@@ -591,7 +591,7 @@ def test_a_budget_is_of_a_hundred_requests_a_pod_and_says_where_it_closes_case_1
         (
             endpoint_scrape,
             {"url": PAGE, "metric": "m", "max_count_per_pod": 5, "fallback": 0.5},
-            "closed at m / 5 for each pod of 1 and above; without a reading a budget of 0.5",
+            "closed while m / (5 x pods) is 1 or more; without a reading a budget of 0.5",
         ),
         (
             endpoint_scrape,

@@ -164,3 +164,32 @@ def test_a_switch_needs_no_value() -> None:
 def test_the_flag_v_says_how_much_is_logged_unless_the_environment_does(number: str, level: str) -> None:
     assert process_level(read(v=number)) == level
     assert process_level(read(v=number, environ={"LOG_LEVEL": "error"})) == "error"
+
+
+def test_a_flag_that_there_is_not_is_told_with_what_is_wrong_in_the_documents() -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        read({**DOCUMENT, "queues": [{"queue_name": "a"}]}, concurency="3")
+
+    text = "\n".join(raised.value.problems)
+    assert "--concurency: is no flag; --concurrency is probably meant" in text
+    assert "queues[0].igw_base_url" in text
+
+
+@pytest.mark.parametrize("text", ["{}", "null", "[]"])
+def test_a_document_without_anything_is_said_to_have_nothing(text: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        read_setup({"transport": "redis-sortedset", "transport-config": text}, {}, str, random.Random(1))
+
+    assert raised.value.problems
+    assert all("transport" in problem for problem in raised.value.problems)
+
+
+def test_a_file_that_cannot_be_read_is_one_problem() -> None:
+    def gone(path: str) -> str:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    with pytest.raises(ConfigurationError) as raised:
+        read_setup({"transport": "redis-sortedset", "transport-config-file": "t.json"}, {}, gone, random.Random(1))
+
+    (problem,) = raised.value.problems
+    assert problem.startswith("--transport-config-file: the file t.json cannot be read")

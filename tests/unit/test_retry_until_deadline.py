@@ -106,6 +106,15 @@ def test_without_an_answer_a_request_whose_time_is_over_ends_with_that_case_252(
     assert outcome_of(decided.reply) == NoAnswer(code="DEADLINE_EXCEEDED", text="tried")
 
 
+@pytest.mark.parametrize(("left_s", "again"), [(0.25, True), (0.249, False), (0.0, False)])
+def test_just_before_a_deadline_that_many_share_there_are_no_more_tries(left_s: float, again: bool) -> None:
+    decided = decide(failed(503), 3, UNTIL, left_s=left_s, jitter=0.5)
+
+    assert isinstance(decided, Republish) is again
+    if isinstance(decided, Republish):
+        assert decided.delay_s == 0.25
+
+
 def test_after_a_429_a_request_whose_time_is_over_ends_with_that_429_case_253() -> None:
     decided = decide(failed(429), 3, UNTIL, left_s=0.0, jitter=0.5)
 
@@ -114,7 +123,7 @@ def test_after_a_429_a_request_whose_time_is_over_ends_with_that_429_case_253() 
     assert outcome_of(decided.reply) == HttpAnswer(status_code=429, body=b"busy")
 
 
-@given(st.integers(0, 10**6), st.floats(0.001, 10**6), jitters)
+@given(st.integers(0, 10**6), st.floats(0.25, 10**6), jitters)
 def test_a_retry_counts_one_more_and_waits_within_the_ladder_case_254(n: int, left_s: float, jitter: float) -> None:
     decided = decide(failed(), n, UNTIL, left_s=left_s, jitter=jitter)
 
@@ -144,7 +153,7 @@ def test_a_retry_after_is_a_floor_that_leaves_time_for_another_try_case_257(
         assert least <= decided.delay_s < below
 
 
-@given(st.integers(0, 100), st.floats(0.05, 10**6), st.none() | st.floats(0, 10**5), jitters)
+@given(st.integers(0, 100), st.floats(0.25, 10**6), st.none() | st.floats(0, 10**5), jitters)
 def test_a_broker_with_a_queue_for_each_delay_sees_only_those_that_exist(
     n: int, left_s: float, asked_s: float | None, jitter: float
 ) -> None:
