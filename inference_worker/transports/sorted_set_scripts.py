@@ -209,7 +209,7 @@ local rows, number = {}, tonumber(ARGV[2])
 while #rows < most and bytes_left > 0 do
   local head = redis.call('ZRANGE', KEYS[1], 0, 0, 'WITHSCORES')
   local member, score = head[1], head[2]
-  if not member then break end
+  if not member or (ARGV[7] and tonumber(score) >= tonumber(ARGV[7])) then break end
   local claim, id, token = claim_id_of(member)
   local note = note_of(KEYS[5], claim)
   note.s, note.d = score, (note.d or 0) + 1

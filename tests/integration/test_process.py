@@ -114,6 +114,25 @@ async def test_a_closed_budget_holds_a_queue_and_an_open_one_lets_it_go_case_328
             assert counted(await running.results(4)) == Counter("abco")
 
 
+async def test_a_request_behind_a_gate_that_stays_closed_ends_at_its_deadline_case_270(redis_url: str) -> None:
+    async with serving_mock() as mock:
+        gates = ({"gate_type": "redis", "gate_params": {"address": redis_url}}, _decides("wait"), _decides("refuse"))
+        queues = [queue(f"q{n}", mock.url, **gate) for n, gate in enumerate(gates)]
+        async with RedisClient.from_url(redis_url, socket_timeout=None) as redis:
+            await redis.set(GATE_OF_REDIS, "0")
+        async with processing(redis_url, queues=queues) as running:
+            for n in range(len(gates)):
+                await running.submit(f"r{n}", queue=f"q{n}", deadline=int(time.time()) + 2)
+            results = await running.results(3)
+
+    assert {result["error_code"] for result in results} == {"DEADLINE_EXCEEDED"}
+    assert counted(results) == Counter(["r0", "r1", "r2"])
+
+
+def _decides(decision: str) -> dict[str, Any]:
+    return {"gate_type": "constant-decision", "gate_params": {"decision": decision}}
+
+
 async def test_a_request_that_a_gate_drops_ends_with_a_result_that_says_so_case_20(redis_url: str) -> None:
     async with serving_mock() as mock:
         gate = {"gate_type": "constant-decision", "gate_params": {"decision": "drop"}}

@@ -308,9 +308,10 @@ async def test_while_the_broker_cannot_be_seen_it_says_503_and_wants_nothing(
 async def test_a_queue_that_nobody_has_declared_is_not_seen(scaler: StartScaler) -> None:
     view = await scaler()
 
-    blind = await view.blind()
+    async def said() -> bool:  # At first it says that it has not looked yet.
+        return "no queue" in (await view.blind()).json()["detail"]
 
-    assert "no queue" in blind.json()["detail"]
+    await eventually(said, within=10, what="it says that there is no queue")
 
 
 async def test_a_stream_is_counted_with_what_is_pending_and_what_is_due(
