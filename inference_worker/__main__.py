@@ -10,8 +10,9 @@ import time
 def main() -> None:
     """Run the command line and exit with its code."""
     # Loading takes a while, and a stop that is asked for meanwhile is a stop: as the first process of a container we
-    # would not even notice it without a handler.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # would not even notice it without a handler. Nothing is in hand as yet. An exception would be lost in a callback of
+    # the interpreter's own, of which loading has many, and the stop with it.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     from inference_worker.assembly import Outside
     from inference_worker.cli import run
 

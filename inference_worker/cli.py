@@ -56,7 +56,8 @@ def run(arguments: Sequence[str], environ: Mapping[str, str], outside: Outside) 
     parser = _parser()
     if "process" in arguments[:2]:
         arguments = with_two_dashes(arguments)
-    args, unknown = parser.parse_known_args(arguments or ["run"])
+    args, strange = parser.parse_known_args(arguments or ["run"])
+    unknown = [_shown(argument) for argument in strange]
     if unknown and not takes_flags(args):
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if (wrong := _wrong_together(args)) is not None:
@@ -75,6 +76,12 @@ def run(arguments: Sequence[str], environ: Mapping[str, str], outside: Outside) 
     except Exception:
         log.exception("this is a fault of ours; what was in hand went back to the queue")
         return FAILED
+
+
+def _shown(argument: str) -> str:
+    """An argument that nobody knows, without what may be a password: a value behind a flag, or a URL."""
+    name, equals, _ = argument.partition("=")
+    return "***" if "://" in name else f"{name}=***" if equals else name
 
 
 def _misconfigured(exc: ConfigurationError) -> int:

@@ -6,6 +6,7 @@ Not here: what the documents say (`process_setup.py`), and how a queue is opened
 
 import asyncio
 import gc
+import random
 import resource
 import signal
 import ssl
@@ -128,7 +129,7 @@ async def process(setup: ProcessSetup, outside: Outside) -> AsyncGenerator[Worke
             ),
             link_to=links.to,
             clock=asyncio.get_running_loop().time,
-            process=f"{settings.identity.deployment_id}/{settings.identity.replica_id}",
+            process=process_name(settings, outside.rng),
             seen=lambda _owner, _pool, _seen: None,
             lent=lambda _owner, _limit: None,
         )
@@ -260,6 +261,13 @@ class Parts:
             metrics=metrics,
             now=self.outside.now,
         )
+
+
+def process_name(settings: Settings, rng: random.Random) -> str:
+    """A name that no other process has, nor had this one before it began anew: what that one has taken under its name
+    would count as this one's, and a quota be passed over once more with each start.
+    """
+    return f"{settings.identity.deployment_id}/{settings.identity.replica_id}/{rng.randrange(16**8):08x}"
 
 
 def _queue_ids(documents: ProcessDocuments) -> dict[str, str]:

@@ -400,6 +400,8 @@ def _problems(redis_url: object, link: object, *, request_queue: object, result_
     for name, queue in (("request_queue", request_queue), ("result_queue", result_queue)):
         if not isinstance(queue, str) or not usable_id(queue):
             problems.append(f"{name}: the name of a key is expected, got {queue!r}")
+    if request_queue == result_queue and request_queue:
+        problems.append(f"result_queue: is the request queue, {request_queue!r}: another key is expected")
     return tuple(problems)
 
 

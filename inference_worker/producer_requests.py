@@ -120,6 +120,8 @@ def prepared(
         result_queue=_queue("result_queue", request.result_queue, result_queue),
         deadline=deadline,
     )
+    if submission.result_queue == submission.request_queue:
+        raise InvalidSubmission(f"result_queue is the request queue, {submission.request_queue}: another is needed")
     public = PublicRequest(
         id=submission.id,
         created=int(now if request.created is None else _seconds("created", request.created)),

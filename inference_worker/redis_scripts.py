@@ -151,7 +151,8 @@ local function finish(result, claim, outbox, token, reply, ttl_s, status, event,
   if event ~= '' then redis.call('XADD', outbox, '*', 'event', event) end
   redis.call('SET', result, reply, 'EX', ttl_s)
   redis.call('DEL', claim)
-  redis.call('PUBLISH', result, status)
+  -- A hint: who waits looks, too. A user without that channel must not end a script between a result and its message.
+  redis.pcall('PUBLISH', result, status)
   -- What an intake keeps of its jobs is not ours: where we may not write there, its view is poorer and nothing is lost.
   if job and job ~= '' and redis.pcall('EXISTS', job) == 1 then
     redis.pcall('HSET', job, 'ended', status)

@@ -3,20 +3,24 @@
 The result is stored first, as ever; then it is sent to its list, once, and only then the message is acknowledged. So a
 crash between the steps leads to the same again: the redelivered message finds its result, and sends it if nobody has.
 For transports that know nothing of lists; the sorted set has its own, in one step.
+
+Where the key of the list is something else, there is no session: this queue waits until that is mended, and no other.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Final, Protocol
 
 from inference_worker.disposition import Ack, DeadLetter, DeliveryLost, Disposition, Settlement, StoreSilent
-from inference_worker.errors import MalformedRequest, StoreUnavailable
+from inference_worker.errors import MalformedRequest, StoreUnavailable, TransportLost
 from inference_worker.llmd_results import outcome_of, result_json
 from inference_worker.messages import Reply, decode
 from inference_worker.ports import Backlog, Connect, Delivery, ResultStore, Transport
 from inference_worker.redis_scripts import RedisCommands, Script
 from inference_worker.settling import bury, store_reply
+from inference_worker.timing import ended, first_of
 from inference_worker.transports.sorted_set_members import stored_reply
 
 SEND: Final = Script(
@@ -31,11 +35,18 @@ return 1
 )
 
 
+class NoList(Exception):
+    """What lies under the key is no list: no outage, and nothing that mends itself."""
+
+
 class Results(Protocol):
     """Where results go besides."""
 
+    async def look(self) -> None:
+        """Raises NoList."""
+
     async def send(self, reply: Reply) -> None:
-        """Send a terminal result; a repeat does nothing. Raises StoreUnavailable."""
+        """Send a terminal result; a repeat does nothing. Raises StoreUnavailable, NoList."""
 
 
 class ResultList:
@@ -50,11 +61,24 @@ class ResultList:
         self._list_ttl_s = list_ttl_s
         self._marked_s = max(round(marked_s), 1)
 
+    async def look(self) -> None:
+        """See `Results`. Where nobody answers, whoever sends will say so."""
+        kind = b"none"
+        with suppress(StoreUnavailable):
+            kind = bytes(await self._link.do("TYPE", self._name))
+        if kind not in (b"none", b"list"):
+            raise NoList(f"{self._name} is to be a list of results, and is a {kind.decode()}")
+
     async def send(self, reply: Reply) -> None:
         """See `Results`."""
         message = result_json(reply.request_id, outcome_of(reply))
         mark = f"infer_sent:{self._name}:{reply.request_id}"
-        await self._link.run(SEND, [self._name, mark], message, self._list_ttl_s, self._marked_s)
+        try:
+            await self._link.run(SEND, [self._name, mark], message, self._list_ttl_s, self._marked_s)
+        except StoreUnavailable as exc:
+            if "WRONGTYPE" in str(exc):
+                raise NoList(f"{self._name} is to be a list of results: {exc}") from exc
+            raise
 
 
 def listed(connect: Connect, results: Results, store: ResultStore, now: Callable[[], float]) -> Connect:
@@ -62,8 +86,17 @@ def listed(connect: Connect, results: Results, store: ResultStore, now: Callable
 
     @asynccontextmanager
     async def open_session() -> AsyncGenerator[Transport, None]:
+        try:
+            await results.look()
+        except NoList as exc:
+            raise TransportLost(str(exc)) from exc
         async with connect() as transport:
-            yield ListedTransport(transport, results, store, now)
+            session = ListedTransport(transport, results, store, now)
+            heeding = asyncio.create_task(session.heed(), name="the session of a queue with a list")
+            try:
+                yield session
+            finally:
+                await ended(heeding)
 
     return open_session
 
@@ -76,12 +109,22 @@ class ListedTransport:
         self._results = results
         self._store = store
         self._now = now
-        self.lost = transport.lost
+        self._why = ""
+        self.lost = asyncio.Event()
+
+    async def heed(self) -> None:
+        """Be lost with the queue's own session."""
+        await first_of(self._transport.lost)
+        self.lost.set()
+
+    def _lose(self, why: str) -> None:
+        self._why = why
+        self.lost.set()
 
     @property
     def lost_because(self) -> str:
         """See `ports.Transport`."""
-        return self._transport.lost_because
+        return self._why or self._transport.lost_because
 
     def consuming(self, limit: int) -> AbstractAsyncContextManager[None]:
         """See `ports.Transport`."""
@@ -93,7 +136,13 @@ class ListedTransport:
 
     async def receive(self) -> Delivery:
         """See `ports.Transport`."""
-        return await self._transport.receive()
+        if self._why:
+            raise TransportLost(self._why)
+        try:
+            return await self._transport.receive()
+        except TransportLost:
+            self.lost.set()
+            raise
 
     async def settle(self, delivery: Delivery, disposition: Disposition) -> Settlement:
         """See `ports.Transport`. What ends a request sends its result before it is acknowledged."""
@@ -110,6 +159,9 @@ class ListedTransport:
             await self._results.send(reply)
         except StoreUnavailable:
             return StoreSilent()  # Asked again, the store has the result, and it is sent as a known one.
+        except NoList as exc:
+            self._lose(str(exc))
+            return DeliveryLost(stored=True)  # As after that the message comes back.
         settlement = await self._transport.settle(delivery, replace(disposition, reply=None))
         return DeliveryLost(stored=True) if isinstance(settlement, DeliveryLost) else settlement
 
@@ -122,6 +174,9 @@ class ListedTransport:
                     await self._results.send(stored_reply(request_id, stored))
             except StoreUnavailable:
                 return StoreSilent()
+            except NoList as exc:
+                self._lose(str(exc))
+                return DeliveryLost(stored=False)
         return await self._transport.settle(delivery, disposition)
 
     def _request_id(self, delivery: Delivery) -> str | None:

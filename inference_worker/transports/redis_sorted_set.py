@@ -39,7 +39,7 @@ from inference_worker.disposition import (
 from inference_worker.errors import MalformedRequest, StoreUnavailable, TransportLost
 from inference_worker.job_records import record_key
 from inference_worker.llmd_messages import to_request, with_payload
-from inference_worker.messages import ErrorCode, KnownReply, Reply, encode_reply, known_reply
+from inference_worker.messages import ErrorCode, KnownReply, Reply, decode, encode_reply, known_reply
 from inference_worker.metrics import WorkerMetrics
 from inference_worker.ports import Backlog, Delivery, ResultStore
 from inference_worker.redis_scripts import Address, ClusterCommands, RedisCommands, RedisLink, RedisTls
@@ -124,8 +124,15 @@ for a request while it runs."""
 REFUSED: Final = ("ReadOnlyError", "NoPermissionError", "ResponseError", "MovedError")
 """How the reasons begin that end a session: the server may be the wrong one by now. Full memory is none of them."""
 
+NO_LIST: Final = "WRONGTYPE the result list"
+"""So the scripts say it."""
+
 POISON: Final = "its holders went silent {} times"
 CANCELLED: Final = "its producer has cancelled it"
+TOO_LATE: Final = "the deadline had passed before anybody could take it"
+MOST_LATE: Final = 100
+SCORE_FRACTION_S: Final = 1.0
+"""A score is the deadline and less than so much: the order of submissions that share one."""
 
 
 class RedisSortedSet:
@@ -265,6 +272,8 @@ class SortedSetTransport:
         """Set when a delivery can be handed up, perhaps."""
         self._turn = asyncio.Event()
         """Set when the reader has something to do before its time."""
+        self._late_at = 0.0
+        """Loop time of the next look at what is too late, while nothing is consumed."""
         self._look_at = 0.0
         """Loop time of the next look, told of a change or not."""
         self._more = False
@@ -293,12 +302,14 @@ class SortedSetTransport:
             )
         )
         try:
+            await self._see_the_list()
             await self._take(0)
             await self._tidy_up_behind()
         except StoreUnavailable as exc:
             raise TransportLost(str(exc)) from exc
         if not self._changes.hears:
             self._sets.say("Redis does not tell of changes: the queue is looked at, some twenty times a second")
+        self._late_at = asyncio.get_running_loop().time() + LOOK_S
         self._tasks = [
             asyncio.create_task(self._read(), name="sorted set reader"),
             asyncio.create_task(self._keep_ours(), name="sorted set leases"),
@@ -306,6 +317,17 @@ class SortedSetTransport:
         ]
         if not self._sets.stays:
             self._tasks.append(asyncio.create_task(self._heed_the_servers(), name="sorted set servers"))
+
+    async def _see_the_list(self) -> None:
+        """Raises TransportLost: where results are to go is something else, and none of them could be sent."""
+        if self._across is not None:
+            return  # It lies with another server.
+        try:
+            kind = bytes(await self._link.do("TYPE", self._queue.own_results))
+        except StoreUnavailable:
+            return  # What is missing says whoever needs it.
+        if kind not in (b"none", b"list"):
+            raise TransportLost(f"{self._queue.own_results} is to be a list of results, and is a {kind.decode()}")
 
     async def _tidy_up_behind(self) -> None:
         """Give back what sessions before this one could not, as the server was gone. Raises StoreUnavailable."""
@@ -347,6 +369,7 @@ class SortedSetTransport:
             yield
         finally:
             self._consuming = False
+            self._late_at = asyncio.get_running_loop().time() + LOOK_S
             self._hands.limit = 0
             await self._come_to_rest()
             await self._give_back(self._hands.take_back())
@@ -389,6 +412,7 @@ class SortedSetTransport:
         self._turn.clear()
         if not self._consuming:
             self._resting.set()
+            await self._end_late()
             # Not until the queue changes: nobody would take note of it, and this would go round without a pause.
             await self._rest(LOOK_S, self._turn)
             return
@@ -402,6 +426,20 @@ class SortedSetTransport:
             return
         if not self._wanted or await self._seen_empty():
             await self._rest(max(self._look_at - loop.time(), 0.001), self._turn, self._changes.changed)
+
+    async def _end_late(self) -> None:
+        """What nobody may take, as before a gate that is closed, ends in time all the same: once its time is over."""
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._late_at:
+            return
+        self._more = False
+        try:
+            await self._take(MOST_LATE, before=self._sets.now() - SCORE_FRACTION_S)
+        except StoreUnavailable as exc:
+            self._sets.say("the queue cannot be looked at", str(exc))
+        else:
+            self._sets.well("the queue cannot be looked at")
+        self._late_at = loop.time() + (SHOW_PAUSE_S if self._more else LOOK_S)
 
     async def _seen_empty(self) -> bool:
         """See whether the queue is empty, in the same step as asking to be told once it is not."""
@@ -443,8 +481,11 @@ class SortedSetTransport:
             self._sets.well("the queue cannot be looked at")
         self._look_at = loop.time() + min(due_in_s, longest_s)
 
-    async def _take(self, wanted: int) -> float:
-        """Put back what lapsed or is due, claim up to `wanted` members; seconds to the next retry that is due."""
+    async def _take(self, wanted: int, *, before: float | None = None) -> float:
+        """Put back what lapsed or is due, claim up to `wanted` members; seconds to the next retry that is due.
+
+        `before`: only members with a lower score, which are too late, and are ended here.
+        """
         if self._astray:
             numbers = [receipt.count for receipt in self._hands.everything()]
             await self._link.run(LEAVE, self._keys, self.session, *numbers, *self._unseen)
@@ -452,10 +493,13 @@ class SortedSetTransport:
         first, self._number = self._number, self._number + wanted
         self._dry = False
         wait_ms, rows, full = await self._link.run(
-            self._take_script, self._keys, self.session, first, self._sets.lease_s, wanted, MOST_MOVED, MOST_BYTES
+            self._take_script,
+            self._keys,
+            *(self.session, first, self._sets.lease_s, wanted, MOST_MOVED, MOST_BYTES),
+            *(() if before is None else (repr(before),)),
         )
         self._more = len(rows) >= wanted or bool(full)
-        await self._arrived(taken_of(rows))
+        await self._arrived(taken_of(rows), late=before is not None)
         # What is due and was not moved must wait for memory, or its turn.
         return LOOK_S if wait_ms < 0 else wait_ms / 1000 or SHOW_PAUSE_S
 
@@ -490,7 +534,7 @@ class SortedSetTransport:
 
     # ------------------------------------------------------------ what has arrived
 
-    async def _arrived(self, members: Sequence[Taken]) -> None:
+    async def _arrived(self, members: Sequence[Taken], *, late: bool) -> None:
         """Hand up what is to be run; end here what is not."""
         if not members:
             return
@@ -506,6 +550,8 @@ class SortedSetTransport:
             delivery, ending = self._delivery(claim, why, payloads)
             # Ours already: its lease had lapsed, or it is the copy that a retry of ours has placed. Another claim.
             self._hands.replaced(claim.taken.entry_id)
+            if late and ending is None:
+                ending = self._too_late(delivery)
             if ending is None and claim.taken.claim_id not in cancelled:
                 self._hands.put(delivery)
             else:
@@ -513,6 +559,35 @@ class SortedSetTransport:
                 endings.append((delivery, ending))
         self._something.set()
         await asyncio.gather(*(self._end_unseen(delivery, ending) for delivery, ending in endings))
+
+    def _too_late(self, delivery: Delivery) -> Disposition:
+        """How a request ends whose time was over before anybody could take it."""
+        try:
+            request = delivery.request or decode(
+                delivery.body,
+                message_id=delivery.message_id,
+                infer_path=self._queue.path,
+                now=self._sets.now(),
+            )
+        except MalformedRequest as exc:
+            return DeadLetter(
+                reason="invalid_request", detail=exc.reason, attempts=delivery.attempts, status_code=400, reply=None
+            )
+        if request.deadline > self._sets.now():
+            return Nack()
+        return Ack(
+            reply=Reply(
+                request_id=request.request_id,
+                status="failed",
+                status_code=408,
+                attempt=delivery.attempts,
+                replica_id=self._sets.replica_id,
+                received_at=request.received_at,
+                finished_at=self._sets.now(),
+                error=TOO_LATE,
+                error_code="expired",
+            )
+        )
 
     async def _payloads(self, claims: Sequence[Claim]) -> Mapping[str, bytes | None]:
         """What lies apart, all of it in one question. Without an answer the whole batch goes back."""
@@ -769,35 +844,56 @@ class SortedSetTransport:
 
     async def _conclude(self, delivery: Delivery, disposition: Ack | DeadLetter) -> Settlement:
         """Result, its message, usage event, dead letter and the end of the claim: one step."""
-        receipt, claim, reply = receipt_of(delivery), _claim_of(delivery), disposition.reply
+        receipt, claim = receipt_of(delivery), _claim_of(delivery)
+        try:
+            try:
+                return await self._conclude_with(claim, delivery, disposition)
+            except StoreUnavailable as exc:
+                if (ours := self._with_our_list(claim, exc)) is None:
+                    raise
+                return await self._conclude_with(ours, delivery, disposition)
+        except StoreUnavailable as exc:
+            if NO_LIST in str(exc):
+                # No outage: all goes on but this queue, until somebody has mended it. The result waits in the store.
+                self.lose(f"{self._queue.own_results} is to be a list of results: {exc}")
+                return await self._settle_late(disposition)
+            return self._unclear(receipt, exc)
+
+    def _with_our_list(self, claim: Claim, exc: StoreUnavailable) -> Claim | None:
+        """What ends where the queue's results go, since the key that its message asks for is no list; else None."""
+        if "WRONGTYPE" not in str(exc) or claim.result_list in ("", self._queue.own_results):
+            return None
+        self._sets.say("a message asks for its result in what is no list; it goes to the queue's", claim.result_list)
+        return replace(claim, result_list=self._queue.own_results)
+
+    async def _conclude_with(self, claim: Claim, delivery: Delivery, disposition: Ack | DeadLetter) -> Settlement:
+        """Raises StoreUnavailable."""
+        receipt, reply = receipt_of(delivery), disposition.reply
         letter = self._letter(delivery, disposition) if isinstance(disposition, DeadLetter) else []
         how: DispositionName = "dead_letter" if isinstance(disposition, DeadLetter) else "ack"
-        try:
-            if reply is None:
-                return await self._acknowledge(delivery, how, letter)
-            event = disposition.usage_event if isinstance(disposition, Ack) else None
-            note = b""
-            if isinstance(disposition, DeadLetter):
-                note = death_note(reply.request_id, disposition, self._sets.now())
-            token = disposition.claim.token if disposition.claim is not None else ""
-            if self._across is not None:
-                ending = Ending(reply=reply, token=token, event=event or b"", note=note)
-                answer = await self._across.conclude(self._right_to(delivery), claim, ending, letter)
-                return self._concluded(receipt, answer, how)
-            listed = claim.result_list != ""
-            keys = claim.keys(self._sets.outbox) if listed else request_keys(reply.request_id, self._sets.outbox)
-            answer = await self._link.run(
-                CONCLUDE,
-                [*self._keys, *keys],
-                *self._right_to(delivery),
-                token,
-                *(sent(reply) if listed else encode_reply(reply), self._sets.ttl_s, reply.status, event or b""),
-                *(record_key(reply.request_id), note, DEAD_NOTE_TTL_S),
-                *(claim.message(reply) if listed else b"", claim.result_ttl_s, claim.taken.token),
-                *letter,
-            )
-        except StoreUnavailable as exc:
-            return self._unclear(receipt, exc)
+        if reply is None:
+            return await self._acknowledge(claim, delivery, how, letter)
+        event = disposition.usage_event if isinstance(disposition, Ack) else None
+        note = b""
+        if isinstance(disposition, DeadLetter):
+            note = death_note(reply.request_id, disposition, self._sets.now())
+        token = disposition.claim.token if disposition.claim is not None else ""
+        if self._across is not None:
+            ending = Ending(reply=reply, token=token, event=event or b"", note=note)
+            answer = await self._across.conclude(self._right_to(delivery), claim, ending, letter)
+            return self._concluded(receipt, answer, how)
+        listed = claim.result_list != ""
+        keys = claim.keys(self._sets.outbox) if listed else request_keys(reply.request_id, self._sets.outbox)
+        answer = await self._link.run(
+            CONCLUDE,
+            [*self._keys, *keys],
+            *self._right_to(delivery),
+            token,
+            *(sent(reply) if listed else encode_reply(reply), self._sets.ttl_s, reply.status, event or b""),
+            *(record_key(reply.request_id), note, DEAD_NOTE_TTL_S),
+            *(claim.message(reply) if listed else b"", claim.result_ttl_s, claim.taken.token),
+            *letter,
+        )
         if answer[0] in (b"GONE", b"THEIRS"):
             return await self._settle_late(disposition)
         return self._concluded(receipt, answer, how)
@@ -807,9 +903,11 @@ class SortedSetTransport:
             return self._settled(receipt, answer[1], how, stored=True)
         return _not_stored(answer)
 
-    async def _acknowledge(self, delivery: Delivery, how: DispositionName, letter: Sequence[str | bytes]) -> Settlement:
+    async def _acknowledge(
+        self, claim: Claim, delivery: Delivery, how: DispositionName, letter: Sequence[str | bytes]
+    ) -> Settlement:
         """End the claim; send the result where one is stored that was not sent. Raises StoreUnavailable."""
-        receipt, claim = receipt_of(delivery), _claim_of(delivery)
+        receipt = receipt_of(delivery)
         right = self._right_to(delivery)
         if self._across is not None:
             return self._settled(receipt, await self._across.acknowledge(right, claim, letter), how, stored=False)

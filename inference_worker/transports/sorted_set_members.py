@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
+from inference_worker.config.documents import BESIDE
 from inference_worker.errors import MalformedRequest
 from inference_worker.llmd_messages import (
     Envelope,
@@ -41,6 +42,7 @@ RESULT_LIST: Final = "result-list"
 PAYLOADS: Final = "request-payload:"
 CANCELS: Final = "request-cancel:"
 ACTIVE: Final = "request-active:"
+LONGEST_NAME_SHOWN: Final = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,8 @@ class SortedSetQueue:
     """Where a request in an envelope names no endpoint."""
     route: Route | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
+    queues: frozenset[str] = frozenset()
+    """The names of all queues of the process: no message may have its result sent to a key of them."""
     clustered: bool = False
     """It is on a Cluster: all its keys lie in its slot, by a hash tag (`{<queue>}:claimed`)."""
 
@@ -76,6 +80,11 @@ class SortedSetQueue:
         return self._beside("delayed")
 
     @property
+    def own_results(self) -> str:
+        """The list of what asks for no other."""
+        return self.results or self.default_results
+
+    @property
     def own_retries(self) -> str:
         """Where its retries in envelopes are put."""
         return self._beside(self.retries) if self.clustered else self.retries
@@ -85,6 +94,13 @@ class SortedSetQueue:
         """As every script has them."""
         book = [self._beside(name) for name in ("claimed", "claim-owners", "claims-idx", "claim-notes")]
         return [self.name, *book, self.delayed, self.own_retries, self.dead_letters]
+
+    def lies_in_a_queue(self, key: str) -> bool:
+        """Whether it is the key of a queue, or one of those beside it: a result there would end that queue."""
+        if key in self.queues or key in (self.name, self.own_retries):
+            return True
+        queue, _, beside = key.rpartition(":")
+        return beside in BESIDE["redis-sortedset"] and (queue in self.queues or key in self.keys)
 
     def _beside(self, name: str) -> str:
         return beside(self.name, name) if self.clustered else f"{self.name}:{name}"
@@ -208,7 +224,7 @@ def read_taken(taken: Taken, queue: SortedSetQueue) -> tuple[Claim, str]:
         member = read_member(taken.member)
     except MalformedRequest as exc:
         known = exc.request_id or ""
-        results = queue.results or queue.default_results if known else ""
+        results = queue.own_results if known else ""
         claim = Claim(
             taken=taken,
             envelope=None,
@@ -229,6 +245,10 @@ def read_taken(taken: Taken, queue: SortedSetQueue) -> tuple[Claim, str]:
         result_ttl_seconds=queue.result_ttl_s,
         labels=queue.labels,
     )
+    why = ""
+    if queue.lies_in_a_queue(asked := envelope.routing.result_queue_name):
+        why = f"result_queue_name is {asked[:LONGEST_NAME_SHOWN]}, which is a key of a queue; accepted: another"
+        envelope = replace(envelope, routing=replace(envelope.routing, result_queue_name=queue.default_results))
     # The script and the reader of JSON agree on the token but for members that say it twice: the reader counts.
     claim = Claim(
         taken=replace(taken, token=envelope.routing.request_token),
@@ -237,7 +257,7 @@ def read_taken(taken: Taken, queue: SortedSetQueue) -> tuple[Claim, str]:
         result_list=envelope.routing.result_queue_name,
         result_ttl_s=envelope.routing.result_ttl_seconds,
     )
-    return claim, ""
+    return claim, why
 
 
 def sent(reply: Reply) -> bytes:

@@ -1,6 +1,8 @@
 """What an adversary found: messages, models and settings at which a worker once stumbled."""
 
 import struct
+import subprocess
+import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -140,6 +142,27 @@ async def test_a_worker_that_is_told_to_stop_while_it_loads_exits_as_asked(tmp_p
         process.terminate()
 
         assert await process.wait(within=10) == 0
+
+
+def test_a_stop_that_comes_where_the_interpreter_drops_exceptions_is_a_stop() -> None:
+    """It forgets the locks of modules in callbacks while it loads them: what a handler raised there was ignored."""
+    code = """
+import os, signal, sys, weakref
+class Thing: pass
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "inference_worker.assembly":
+            thing = Thing()
+            forgotten = weakref.ref(thing, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+            del thing
+sys.meta_path.insert(0, Finder())
+from inference_worker.__main__ import main
+sys.argv = ["inference-worker", "--help"]
+main()
+"""
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+
+    assert (said.stdout, said.stderr) == ("", "")
 
 
 async def test_a_worker_that_is_told_to_stop_again_and_again_exits_as_asked(tmp_path: Path) -> None:

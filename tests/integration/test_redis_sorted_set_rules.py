@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from inference_worker.disposition import Ack, DeadLetter, DeliveryLost, Hold, Known, Nack, Republish, Settled, Token
-from inference_worker.errors import StoreUnavailable
+from inference_worker.errors import StoreUnavailable, TransportLost
 from inference_worker.llmd_messages import (
     PublicRequest,
     Routing,
@@ -200,6 +200,32 @@ async def test_an_expired_request_is_handed_up_to_be_answered_as_such_case_26(se
 
     (result,) = await sets.results()
     assert (result["id"], result["error_code"]) == ("old", "DEADLINE_EXCEEDED")
+
+
+async def test_what_nobody_may_take_ends_all_the_same_once_its_time_is_over_case_26(sets: SortedSets) -> None:
+    """As before a gate that is closed."""
+    await sets.submit("old", deadline=int(time.time()) - 5)
+    await sets.submit("new")
+    own = {"request_id": "own", "received_at": time.time() - 60, "timeout_s": 10, "payload": {}}
+    await sets.add(json.dumps(own).encode())
+    await sets.add(b'{"request_id": 7}')
+    async with sets.session():
+
+        async def ended() -> bool:
+            return len(await sets.results()) == 1 and await sets.store.read("own") is not None
+
+        await eventually(ended, within=5, what="what is late has ended")
+        await eventually(lambda: _dead(sets, 1), within=5, what="what is no request is a dead letter")
+        inside = await sets.inside()
+
+    (result,) = await sets.results()
+    assert (result["id"], result["error_code"]) == ("old", "DEADLINE_EXCEEDED")
+    assert json.loads(await sets.store.read("own") or b"")["error_code"] == "expired"
+    assert inside.copies == Counter(["new"])
+
+
+async def _dead(sets: SortedSets, count: int) -> bool:
+    return (await sets.inside()).dead.total() == count
 
 
 async def test_an_expired_request_holds_up_no_other_case_28(sets: SortedSets) -> None:
@@ -898,18 +924,55 @@ async def test_a_failure_for_good_is_answered_and_parked(sets: SortedSets) -> No
     assert result["error_code"] == "INFERENCE_ERROR"
 
 
-async def test_a_result_list_that_is_none_stores_nothing_until_it_is_mended(sets: SortedSets) -> None:
-    """A result that is stored and cannot be sent would be found by everybody and told to nobody."""
+async def test_a_result_list_that_is_none_ends_the_session_of_its_queue_until_it_is_mended(sets: SortedSets) -> None:
+    """No outage of the store, which would hold up all queues. What was computed is kept, and sent later."""
     await sets.submit("r", "tok")
-    await sets.client.set("result-list", "x")
     async with sets.session() as transport, transport.consuming(1):
         delivery = await take(transport)
-        hold = await claim(sets, delivery)
-        await transport.settle(delivery, answer(hold))
-        assert await sets.store.read(hold.request_id) is None
-        await sets.client.delete("result-list")
-        assert await transport.settle(delivery, answer(hold)) == Settled(how="ack")
+        await sets.client.set("result-list", "x")
+        settled = await transport.settle(delivery, answer(await claim(sets, delivery)))
+        assert settled == DeliveryLost(stored=True)
+        assert transport.lost.is_set()
+        assert "result-list is to be a list" in transport.lost_because
+    with pytest.raises(TransportLost, match="result-list is to be a list of results, and is a string"):
+        async with sets.session():
+            pass
+    await sets.client.delete("result-list")
+    async with sets.session() as transport, transport.consuming(1):
+        again = await take(transport)
+        assert await transport.settle(again, Ack()) == Settled(how="ack")
+    assert [result["status_code"] for result in await sets.results()] == [200]
+    assert await empty(sets)
+
+
+async def test_a_message_that_asks_for_what_is_no_list_has_its_result_where_its_queues_go(sets: SortedSets) -> None:
+    """One message holds up nobody; nor is it silently without a result."""
+    await sets.client.set("text", "x")
+    routing = Routing(request_token="t", result_queue_name="text")
+    for name in "ab":
+        await sets.submit(name, routing=routing)
+    async with sets.session() as transport, transport.consuming(2):
+        first, second = await take(transport), await take(transport)
+        assert await transport.settle(first, answer(await claim(sets, first))) == Settled(how="ack")
+        hold = await claim(sets, second)
+        await sets.store.write(reply(hold.request_id), None, hold.token)
+        assert await transport.settle(second, Ack()) == Settled(how="ack")
+    assert [result["id"] for result in await sets.results()] == ["a", "b"]
+    assert await sets.client.get("text") == b"x"
+    assert await empty(sets)
+
+
+async def test_a_user_who_may_not_publish_loses_no_result(sets: SortedSets) -> None:
+    """Users of Redis have no channel unless they are given one; the news of a result is only a hint."""
+    await sets.submit("r", "tok")
+    words = ("ACL", "SETUSER", "silent", "reset", "on", ">pw", "~*", "+@all")
+    await sets.client.execute_command(*words)  # type: ignore[no-untyped-call]  # The driver's own gap.
+    async with sets.session(sets.url.replace("://", "://silent:pw@", 1)) as transport, transport.consuming(1):
+        delivery = await take(transport)
+        assert await transport.settle(delivery, answer(await claim(sets, delivery))) == Settled(how="ack")
+    await sets.client.execute_command("ACL", "DELUSER", "silent")  # type: ignore[no-untyped-call]  # As above.
     assert len(await sets.results()) == 1
+    assert await empty(sets)
 
 
 async def test_a_message_of_ours_gets_its_result_where_ours_lie_and_on_no_list(sets: SortedSets) -> None:

@@ -7,12 +7,22 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from inference_worker.disposition import Ack, DeadLetter, Hold, Known, Nack, Settled, StoreSilent, Token
-from inference_worker.errors import StoreUnavailable
+from inference_worker.disposition import (
+    Ack,
+    DeadLetter,
+    DeliveryLost,
+    Hold,
+    Known,
+    Nack,
+    Settled,
+    StoreSilent,
+    Token,
+)
+from inference_worker.errors import StoreUnavailable, TransportLost
 from inference_worker.messages import Reply
 from inference_worker.ports import Delivery, Transport
 from inference_worker.results.memory import MemoryStore
-from inference_worker.transports.listed import ListedTransport, listed
+from inference_worker.transports.listed import ListedTransport, NoList, listed
 from inference_worker.transports.memory import MemoryBroker, MemoryTransport
 from tests.transport_contract import Parked, TransportContract, request
 
@@ -24,9 +34,15 @@ class Shelf:
     replies: list[Reply] = field(default_factory=list)
     failures: int = 0
     seen: Callable[[], None] = lambda: None
+    is_list: bool = True
+
+    async def look(self) -> None:
+        if not self.is_list:
+            raise NoList("it is a string")
 
     async def send(self, reply: Reply) -> None:
         self.seen()
+        await self.look()
         if self.failures:
             self.failures -= 1
             raise StoreUnavailable("away")
@@ -132,6 +148,30 @@ async def test_a_redelivered_message_sends_the_result_that_nobody_has_sent(harne
 
     (sent,) = harness.shelf.replies
     assert (sent.request_id, sent.status_code, sent.result) == ("a", 200, b'{"n":1}')
+
+
+@pytest.mark.parametrize("known", [False, True])
+async def test_what_is_no_list_ends_its_own_session_and_the_result_is_sent_once_it_is_one(
+    harness: ListedHarness, known: bool
+) -> None:
+    """No outage of the store, which would hold up every queue of the process."""
+    if known:
+        await harness.store.write(reply_to("a"), None, Token("t"))
+    async with harness.received("a") as (transport, (delivery,)):
+        harness.shelf.is_list = False
+        settled = await transport.settle(delivery, Ack() if known else ack("a"))
+        assert settled == DeliveryLost(stored=not known)
+        assert (transport.lost.is_set(), transport.lost_because) == (True, "it is a string")
+        with pytest.raises(TransportLost, match="it is a string"):
+            await transport.receive()
+    with pytest.raises(TransportLost, match="it is a string"):
+        async with harness.connect():
+            pass
+    harness.shelf.is_list = True
+    async with harness.connect() as transport, transport.consuming(1):
+        assert isinstance(await transport.settle(await transport.receive(), Ack()), Settled)
+
+    assert harness.shelf.ids == ["a"]
 
 
 async def test_a_message_whose_request_has_no_result_is_forgotten_without_one(harness: ListedHarness) -> None:

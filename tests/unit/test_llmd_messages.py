@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from inference_worker.errors import MalformedRequest
 from inference_worker.llmd_messages import (
+    LONGEST_TTL_S,
     Envelope,
     OwnMessage,
     PublicRequest,
@@ -359,6 +360,18 @@ class TestRoute:
         routing = self.at(queue="new", asked="old", internal=frozen)
 
         assert (routing.result_queue_name, routing.result_ttl_seconds) == ("old", 5)
+
+    def test_a_route_that_is_resolved_and_names_no_list_leads_to_the_default(self) -> None:
+        assert self.at(internal={"result_routing_resolved": True}).result_queue_name == "result-list"
+
+    def test_a_time_that_redis_cannot_have_is_shortened(self) -> None:
+        said: dict[str, object] = {"result_routing_resolved": True, "result_ttl_seconds": 10**18}
+
+        assert self.at(asked="mine", internal=said).result_ttl_seconds == LONGEST_TTL_S
+
+    @pytest.mark.parametrize("said", ["", "rq:claimed", "retry-sortedset", "another"])
+    def test_a_retry_comes_back_to_the_queue_it_was_taken_from_whatever_the_message_says(self, said: str) -> None:
+        assert self.at(internal={"request_queue_name": said}).request_queue_name == "rq"
 
     def test_it_gets_the_id_and_the_labels_of_its_queue_case_22(self) -> None:
         routing = self.at(internal={"labels": {"tier": "batch", "team": "x"}})

@@ -1,9 +1,13 @@
 """The command line of a process of many queues, with its old flags. Names end in the number of the peer's case."""
 
 import json
+from contextlib import suppress
+from random import Random
 
 import pytest
 
+from inference_worker import cli
+from inference_worker.assembly import Outside
 from inference_worker.config.process_flags import BY_NAME, FLAGS, ProcessFlags, documents_of, read_flags
 from inference_worker.errors import ConfigurationError
 
@@ -241,3 +245,23 @@ def test_pools_beside_an_old_list_of_queues_are_fine() -> None:
     given = {**OLD, "redis.ss.queues-config": json.dumps([QUEUE]), "pool-config-file": "p"}
 
     assert read(given, {"p": "[]"}).pools_json == "[]"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "--redis-url=redis://u:secret@r"),
+        ("process", "--transport=x", "--redis-url=redis://u:secret@r"),
+        ("process", "--transport=x", "--redis-url", "redis://u:secret@r"),
+        ("process", "--transport=x", "redis://u:secret@r"),
+    ],
+)
+def test_what_a_command_line_has_and_nobody_knows_is_said_without_what_may_be_a_password(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with suppress(SystemExit):
+        assert cli.run(arguments, {}, Outside(now=lambda: 0.0, rng=Random())) == 2
+
+    said = capsys.readouterr().err
+    assert "--redis-url" in said or "***" in said
+    assert "secret" not in said

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from inference_worker.errors import ConfigurationError
+from inference_worker.process import process_name
 from inference_worker.process_arguments import add_process_flags, given_flags, process_level, with_two_dashes
 from inference_worker.process_queues import policy_of, route_of
 from inference_worker.process_setup import ProcessSetup, read_setup
@@ -193,3 +194,13 @@ def test_a_file_that_cannot_be_read_is_one_problem() -> None:
 
     (problem,) = raised.value.problems
     assert problem.startswith("--transport-config-file: the file t.json cannot be read")
+
+
+def test_a_process_that_begins_anew_under_its_name_holds_nothing_of_the_one_before() -> None:
+    """The members of a quota are numbered from 1 in each process: one that were there already would not be counted."""
+    settings = read(environ={"REPLICA_ID": "pod-0", "DEPLOYMENT_ID": "d"}).settings
+    rng = random.Random(1)
+    first, second = process_name(settings, rng), process_name(settings, rng)
+
+    assert first != second
+    assert all(name.startswith("d/pod-0/") for name in (first, second))

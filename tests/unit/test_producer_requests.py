@@ -120,6 +120,7 @@ def test_a_payload_that_is_stored_apart_leaves_its_key_in_the_envelope() -> None
         pytest.param({"id": 5}, "id must", id="an id that is a number"),
         pytest.param({"idempotency_key": ""}, "idempotency_key must", id="an empty idempotency key"),
         pytest.param({"result_queue": ""}, "result_queue must", id="an empty result queue"),
+        pytest.param({"result_queue": "requests"}, "result_queue is the request queue", id="results among requests"),
         pytest.param({"request_queue": 5}, "request_queue must", id="a request queue that is a number"),
         pytest.param({"metadata": {"a": 1}}, "metadata", id="metadata with a number"),
         pytest.param({"metadata": ["a"]}, "metadata", id="metadata that is a list"),
@@ -158,6 +159,11 @@ def test_all_that_is_wrong_with_a_producer_is_said_at_once_case_105() -> None:
         "request_queue",
         "result_queue",
     ]
+
+
+def test_a_producer_does_not_have_its_results_among_the_requests() -> None:
+    with pytest.raises(ConfigurationError, match="is the request queue"):
+        Producer("redis://127.0.0.1:1/0", request_queue="q", result_queue="q")
 
 
 @pytest.mark.parametrize("options", [{}, {"link": None}, {"link": "redis://127.0.0.1"}, {"redis_url": None}])

@@ -92,6 +92,25 @@ def test_a_result_has_one_route_case_78(queue: str, asked: str, goes_to: str) ->
     assert claim.result_list == goes_to
 
 
+@pytest.mark.parametrize("asked", ["q", "other", "retry-sortedset", "q:claimed", "other:claims-idx", "q:dead"])
+def test_a_message_that_asks_for_its_result_in_a_key_of_a_queue_is_refused_where_results_lie(asked: str) -> None:
+    """Once the queue is empty a list would be made there, and the queue be none any more."""
+    queue = SortedSetQueue(name="q", queues=frozenset({"q", "other"}))
+
+    claim, why = read_taken(taken(envelope(result_queue_name=asked)), queue)
+
+    assert why.startswith(f"result_queue_name is {asked}, which is a key of a queue")
+    assert claim.result_list == "result-list"
+
+
+def test_names_that_only_look_like_keys_of_a_queue_are_lists_as_any() -> None:
+    queue = SortedSetQueue(name="q", queues=frozenset({"q", "other"}))
+
+    for asked in ("q:mine", "third:claimed", "claimed", "others"):
+        claim, why = read_taken(taken(envelope(result_queue_name=asked)), queue)
+        assert (claim.result_list, why) == (asked, "")
+
+
 def test_what_is_on_its_way_keeps_its_route_whatever_the_configuration_becomes() -> None:
     first, _ = read_taken(taken(envelope()), SortedSetQueue(results="old", result_ttl_s=5))
     again, _ = read_taken(taken(first.copy(1)), SortedSetQueue(results="new", result_ttl_s=9))
