@@ -19,6 +19,7 @@ from inference_worker.timing import first_of
 PLAIN_COLUMNS: Final = 160
 MOST_SHOWN: Final = 4000
 """Characters of a body."""
+WHITE: Final = "\n\t"
 
 
 class Saying:
@@ -72,9 +73,9 @@ class Saying:
             if name in ("died_at", "received_at") and isinstance(value, float):
                 value = _when(value)
             if value is not None and value != "":
-                self._console.out(f"{name:<12} {value}", highlight=False)
+                self._console.out(f"{name:<12} {_harmless(str(value))}", highlight=False)
         cut = " …" if len(body) > MOST_SHOWN else ""
-        self._console.out(f"{'body':<12} {body[:MOST_SHOWN]}{cut}\n", highlight=False)
+        self._console.out(f"{'body':<12} {_harmless(body[:MOST_SHOWN], WHITE)}{cut}\n", highlight=False)
 
     def _table(self, found: Sequence[Dead]) -> Table:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -93,7 +94,7 @@ class Saying:
             ]
             if self._with_queue:
                 cells.append(dead.queue or "–")
-            table.add_row(*(Text(cell) for cell in cells))
+            table.add_row(*(Text(_harmless(cell)) for cell in cells))
         return table
 
     def summary(self, seen: Walk) -> str:
@@ -106,7 +107,7 @@ class Saying:
         if self._json:
             _print_json({"request_id": request_id, "outcome": word, "why": why})
         else:
-            self._console.print(Text(f"{request_id or '–'}: {word}{f': {why}' if why else ''}"))
+            self._console.print(Text(_harmless(f"{request_id or '–'}: {word}{f': {why}' if why else ''}")))
 
     def end(self, text: str, counts: Mapping[str, object]) -> None:
         """What became of all."""
@@ -139,5 +140,13 @@ def _print_json(value: object) -> None:
     sys.stdout.buffer.flush()
 
 
+def _harmless(text: str, kept: str = "") -> str:
+    """What anybody has written into a letter, with what would steer a terminal escaped."""
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+
+
 def _when(unix_s: float) -> str:
-    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    try:
+        return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    except (ValueError, OverflowError, OSError):
+        return f"{unix_s:g} Unix s"  # Milliseconds, perhaps: one such letter must not keep the others from being seen.

@@ -61,8 +61,6 @@ local function put(r)
       'request_route', r.queue, 'result_route', r.result_route, 'deadline', r.deadline}
     steps[#steps + 1] = {'EXPIREAT', r.record, r.record_until}
   end
-  steps[#steps + 1] = {'SET', r.active, r.token, 'EXAT', r.deadline}
-  steps[#steps + 1] = {'DEL', r.cancel}
   for _, step in ipairs(steps) do
     local done = redis.pcall(unpack(step))
     if type(done) == 'table' and done.err then return done.err end
@@ -73,6 +71,13 @@ for place, r in ipairs(requests) do
   if err then
     undo(place)
     return {'REFUSED', err}
+  end
+end
+-- Not before all are there: it replaces what an earlier submission of an id has, which could not be put back.
+for _, r in ipairs(requests) do
+  if not r.known then
+    redis.call('SET', r.active, r.token, 'EXAT', r.deadline)
+    redis.call('DEL', r.cancel)
   end
 end
 return {'TAKEN', known}

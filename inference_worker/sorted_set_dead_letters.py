@@ -12,11 +12,10 @@ import msgspec
 from inference_worker.job_records import record_key
 from inference_worker.llmd_messages import Envelope
 from inference_worker.llmd_renewed import envelope_in
-from inference_worker.messages import LONGEST_TIMEOUT_S
 from inference_worker.redis_scripts import PRELUDE, REVIVING, RedisLink, Script
 from inference_worker.results.redis import claim_key, record_kept_until_ms, result_key
 from inference_worker.rmq_dead_letters import NotPutBack
-from inference_worker.stream_dead_letters import DIED_OF, NotReplayed, StreamDeadLetters, StreamLetter
+from inference_worker.stream_dead_letters import DIED_OF, NotReplayed, Seen, StreamDeadLetters, StreamLetter
 from inference_worker.transports.sorted_set_members import ACTIVE, CANCELS, own_score
 from inference_worker.transports.sorted_set_scripts import BOOK
 from inference_worker.transports.stream_entries import ATTEMPT, ENQUEUED_AT, JOB_ID, REQUEST
@@ -137,9 +136,9 @@ class SortedSetDeadLetters:
         return bytes(said)
 
     async def _own(self, letter: StreamLetter, member: bytes, queue: str) -> bytes:
-        seen = msgspec.json.decode(member, type=_Seen)
+        seen = msgspec.json.decode(member, type=Seen)
         now = self._now()
-        deadline = now + min(seen.timeout_s, LONGEST_TIMEOUT_S)
+        deadline = now + seen.lasts_s
         headers = [part for name, value in letter.fields.items() if name not in NOT_HEADERS for part in (name, value)]
         (said,) = await self._link.run(
             REPLAY_OWN,
@@ -160,10 +159,3 @@ class SortedSetDeadLetters:
             *headers,
         )
         return bytes(said)
-
-
-class _Seen(msgspec.Struct):
-    """Of a body that was looked at: what a replay needs."""
-
-    request_id: str
-    timeout_s: float = 0.0

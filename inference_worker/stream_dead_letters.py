@@ -171,9 +171,9 @@ class StreamDeadLetters:
 
     async def put_back(self, letter: StreamLetter, body: bytes, queue: str) -> NotReplayed | None:
         """Add a copy that begins anew, and take the letter away: one step, which may be repeated without harm."""
-        seen = msgspec.json.decode(body, type=_Seen)
+        seen = msgspec.json.decode(body, type=Seen)
         now = self._now()
-        deadline = now + min(seen.timeout_s, LONGEST_TIMEOUT_S)
+        deadline = now + seen.lasts_s
         answer = await self._link.run(
             REPLAY_ENTRY,
             [result_key(seen.request_id), claim_key(seen.request_id), self._dead_letters, queue],
@@ -198,8 +198,14 @@ class StreamDeadLetters:
         await self._link.do("XDEL", self._dead_letters, letter.entry_id)
 
 
-class _Seen(msgspec.Struct):
-    """Of a body that was looked at: what a replay needs."""
+class Seen(msgspec.Struct):
+    """Of a body that was looked at, and may be no request at all: what a replay needs."""
 
     request_id: str
-    timeout_s: float = 0.0
+    timeout_s: object = 0.0
+
+    @property
+    def lasts_s(self) -> float:
+        """How long it has; 0 where that is not a number."""
+        said = self.timeout_s
+        return max(0.0, min(said, LONGEST_TIMEOUT_S)) if isinstance(said, int | float) else 0.0

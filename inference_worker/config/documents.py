@@ -602,6 +602,9 @@ def _parsed(text: str, where: str, problems: list[str]) -> object:
         json.dumps(parsed, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         problems.append(f"{where}: has half a character, such as \\ud83d alone; accepted: Unicode text")
+    except RecursionError:
+        problems.append(f"{where}: is nested too deep")
+        return None
     problems.extend(f"{where}: has {shown(name)} twice in one object; accepted: once" for name in twice)
     if parsed is None:
         problems.append(f"{where}: is null; accepted: a document")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from inference_worker.config.documents import ProcessDocuments, QueueConfig
+from inference_worker.config.documents import GateConfig, ProcessDocuments, QueueConfig
 from inference_worker.config.gate_tree import GateTree, gate_tree
 from inference_worker.lanes import TIERS
 
@@ -35,6 +35,7 @@ def doubts(documents: ProcessDocuments, *, most_files: int) -> list[Doubt]:
         *_idle_pools(documents),
         *_odd_tiers(documents),
         *_unread_classes(documents),
+        *_counted_twice(documents),
         *_eternal_results(documents),
         *_too_few_files(documents, most_files),
     ]
@@ -92,6 +93,39 @@ def _classifies(gate: GateTree) -> bool:
 def _unread(what: str, why: str) -> Doubt:
     detail = f"it only marks requests as reserved or overflow, and {why}: it limits nothing"
     return Doubt(what=what, detail=detail, mend="a merge policy with lanes, tier-priority-admission, or gating_mode")
+
+
+def _counted_twice(documents: ProcessDocuments) -> Iterator[Doubt]:
+    """Quotas under one key of Redis: of two kinds neither can read it, and of one kind both count in it."""
+    kinds: dict[tuple[str, ...], set[str]] = {}
+    passed: set[tuple[str, ...]] = set()
+    pools = {pool.id: _quotas(pool.gate) for pool in documents.pools}
+    queues = [pools.get(queue.worker_pool_id, []) + _quotas(queue.gate) for queue in documents.transport.queues]
+    for way in [*pools.values(), *queues]:
+        for key, kind in way:
+            kinds.setdefault(key, set()).add(kind)
+        keys = [key for key, _ in way]
+        passed.update(key for key in keys if keys.count(key) > 1)
+    for key, found in kinds.items():
+        _, prefix, attribute = key
+        under = f"several redis-quota gates count under {prefix}{attribute}:…"
+        if len(found) > 1:
+            detail = f"{under}, some at once and some by time: these are kept in two ways, and every request fails"
+        elif key in passed:
+            detail = f"{under}, and a request that passes two of them is counted twice"
+        else:
+            continue
+        yield Doubt(what="quotas", detail=detail, mend="a prefix of its own for each")
+
+
+def _quotas(gate: GateConfig | None) -> list[tuple[tuple[str, ...], str]]:
+    """Of the quotas in a gate: the server and the beginning of the key, and how they count."""
+    quotas = [] if gate is None else [one.given for one in gate_tree(gate).all() if one.gate_type == "redis-quota"]
+    named_by = (("address", ""), ("prefix", "quota:"), ("attribute", "userid"))
+    return [
+        (tuple(given.text(name, default) for name, default in named_by), given.text("mode", "rate-limit"))
+        for given in quotas
+    ]
 
 
 def _eternal_results(documents: ProcessDocuments) -> Iterator[Doubt]:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
+
 from inference_worker.config.documents import (
     DEFAULT_PATH,
     DEFAULT_WORKERS,
@@ -20,11 +22,14 @@ from inference_worker.config.documents import (
     ProcessDocuments,
     read_documents,
 )
+from inference_worker.config.values import BaseUrl, Text
 from inference_worker.errors import ConfigurationError
 from inference_worker.gates.parameters import Parameters, shown
 from inference_worker.llmd_retry import StatusTable, status_table
 
 T = TypeVar("T")
+
+_base: Final = TypeAdapter[Text](BaseUrl)
 
 FlagKind = Literal["text", "whole", "seconds", "switch"]
 
@@ -227,8 +232,11 @@ def flags_and_problems(
     if bool(values.text("tls-cert")) != bool(values.text("tls-key")):
         problems.append("--tls-cert: is given without --tls-key, or the other way round; accepted: both, or none")
     prometheus = values.text("prometheus-url")
-    if prometheus and not prometheus.startswith(("http://", "https://")):
-        problems.append("--prometheus-url: does not begin with http:// or https://")
+    try:
+        if prometheus:
+            _base.validate_python(prometheus)
+    except ValidationError as exc:  # Not shown: it may hold a password.
+        problems.append(f"--prometheus-url: {exc.errors()[0]['ctx']['error']}")
     watch_s = values.seconds(
         "transport-config-watch-interval"
         if values.new_transport or "transport-config-watch-interval" in given

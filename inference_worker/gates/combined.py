@@ -19,6 +19,8 @@ class Composite:
 
     def __init__(self, gates: Sequence[Gate]) -> None:
         self._gates = tuple(gates)
+        self._in_the_way: tuple[str, Gate] | None = None
+        """The last request that was not admitted, and by which one, until somebody waits for that."""
 
     def budget(self) -> float:
         """The smallest; all of it where there are no gates."""
@@ -28,10 +30,12 @@ class Composite:
         """All or nothing."""
         taken: list[Permit] = []
         verdict: Verdict = Admitted()
+        in_the_way: Gate | None = None
         try:
             for gate in self._gates:
                 verdict = await gate.admit(asked)
                 if not isinstance(verdict, Admitted):
+                    in_the_way = gate
                     break
                 taken.extend(verdict.permits)
             else:
@@ -40,11 +44,20 @@ class Composite:
             await give_back(taken, NOT_SENT)
             raise
         await give_back(taken, NOT_SENT)
+        if in_the_way is not None:  # Set last: whoever asks for a signal then does so before the loop's next turn.
+            self._in_the_way = (asked.request_id, in_the_way)
         return verdict
 
     def signal(self, changed: asyncio.Event, asked: Asked) -> bool:
-        """Told by any of them."""
-        return any([isinstance(gate, Signals) and gate.signal(changed, asked) for gate in self._gates])
+        """Told by the gate that was in the way; by any of them, where the request was not asked for just now.
+
+        What each question takes of the gates before that one goes back at once, and they tell of it: two who wait
+        would wake each other for ever.
+        """
+        gates = self._gates
+        if self._in_the_way is not None and self._in_the_way[0] == asked.request_id:
+            gates, self._in_the_way = (self._in_the_way[1],), None
+        return any([isinstance(gate, Signals) and gate.signal(changed, asked) for gate in gates])
 
     async def run(self, until: asyncio.Event) -> None:
         """All of them."""

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import httpx
+from pydantic import TypeAdapter, ValidationError
 
+from inference_worker.config.values import PageUrl, Text, without_user
 from inference_worker.gates.headroom import OwnLoad
 from inference_worker.gates.parameters import Parameters
 from inference_worker.gates.queries import PoolQueries, Query
@@ -42,6 +44,7 @@ from inference_worker.gates.sources import (
 NO_POOL: Final = "-"
 """Stands for a pool's name that is missing, which was noted."""
 
+_page: Final = TypeAdapter[Text](PageUrl)
 
 OwnOf = Callable[[str, float], OwnLoad]
 """What is in flight through all gates that look at the same as this one, which is named; remembered so many seconds."""
@@ -125,6 +128,7 @@ def prometheus_query(given: Parameters, around: Surroundings) -> MetricGate:
 def endpoint_scrape(given: Parameters, around: Surroundings) -> MetricGate | CountedGate:
     """A metric of any page: how much of a capacity is used, or the budget itself."""
     url, metric, labels = given.text("url"), given.text("metric"), given.texts("labels")
+    url = _checked_url(given, "url", url)
     each = given.number("max_count_per_pod", 0.0, at_least=0)
     is_budget = given.choice("value_type", ("saturation", "budget"), "saturation") == "budget"
     counted = given.choice("admission", ("budget", "counted"), "budget") == "counted"
@@ -146,7 +150,7 @@ def endpoint_scrape(given: Parameters, around: Surroundings) -> MetricGate | Cou
         closes_at = f"each reading of {metric} grants what is left of {each:g} for each pod; without one closed"
         given.finish()
         return CountedGate(
-            source, pace, name=_named(f"{metric} of {url}", around), closes_at=closes_at, told=around.told
+            source, pace, name=_named(f"{metric} of {without_user(url)}", around), closes_at=closes_at, told=around.told
         )
     at = f"is {baseline:g} or less" if is_budget else f"is {1 - baseline:g} or more"
     bounds = Bounds(
@@ -155,7 +159,13 @@ def endpoint_scrape(given: Parameters, around: Surroundings) -> MetricGate | Cou
         closes_at=f"closed while {what} {at}; without a reading {_without(fallback)}",
     )
     return _gate(
-        given, around, source, bounds, pace, name=f"{metric} of {url}", what=f"{url} {metric} {sorted(labels.items())}"
+        given,
+        around,
+        source,
+        bounds,
+        pace,
+        name=f"{metric} of {without_user(url)}",
+        what=f"{url} {metric} {sorted(labels.items())}",
     )
 
 
@@ -213,11 +223,22 @@ def _pods(given: Parameters, around: Surroundings, url: str) -> MetricSource | N
         given.text("pods_metric", ""),
         given.texts("pods_labels"),
     )
+    if given.has("pods_url"):
+        at = _checked_url(given, "pods_url", at)
     if metric:
         return PageSum(around.client, Series(url=at, metric=metric, labels=labels), within_s=ANSWER_S)
     if given.has("pods_url") or labels:
         given.wrong("pods_metric", "the name of a metric, where pods_url or pods_labels is given")
     return None
+
+
+def _checked_url(given: Parameters, name: str, url: str) -> str:
+    """Note what can never be read. Not shown: it may hold a password."""
+    try:
+        return _page.validate_python(url).now() if url else NO_POOL  # Its absence was noted already.
+    except ValidationError as exc:
+        given.problems.append(f"{given.where}.{name}: {exc.errors()[0]['ctx']['error']}")
+        return NO_POOL
 
 
 def _prometheus(given: Parameters, around: Surroundings, queries: Sequence[Query], pace: Pace) -> MetricSource:

@@ -248,8 +248,11 @@ def gate_spec(given: object, where: str, problems: list[str]) -> GateSpec | None
 
 def shown(value: object) -> str:
     """A value as JSON, cut short."""
-    # Half a character, which JSON can name, could not be printed.
-    text = json.dumps(value, ensure_ascii=False, default=repr).encode(errors="backslashreplace").decode()
+    try:
+        # Half a character, which JSON can name, could not be printed.
+        text = json.dumps(value, ensure_ascii=False, default=repr).encode(errors="backslashreplace").decode()
+    except RecursionError:  # It could be read, with fewer calls around it.
+        return "nested too deep"
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
 
 

@@ -79,7 +79,7 @@ async def test_it_says_of_each_gate_when_it_closes_and_what_it_reads(
     assert ended.of(f"gateway {model.url}")[1].endswith("; of chat, later")
     gates = gates_of(ended)
     assert gates["pool default"]["type"] == "wait-on-refuse(endpoint-scrape)"
-    assert gates["pool default"]["closes_at"].startswith("closed at vllm:num_requests_running / 10 for each pod of 0.8")
+    assert gates["pool default"]["closes_at"].startswith("closed while vllm:num_requests_running / (10 x pods) is 0.8")
     assert (gates["pool default"]["budget"], gates["pool default"]["why_not"]) == (0.4, "")
     assert gates["queue chat"]["closes_at"].startswith("7 requests within 60 s for each userid")
     assert (gates["pool planned"]["budget"], gates["pool planned"]["why_not"]) == (0, "no lease that holds")

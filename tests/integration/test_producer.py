@@ -261,6 +261,21 @@ async def test_a_batch_goes_in_as_a_whole_or_not_at_all(producer: Producer, redi
     assert not await redis_client.exists(QUEUE, "other", "request-idempotency:k")
 
 
+async def test_a_batch_that_is_refused_leaves_earlier_submissions_of_its_ids_as_they_were(
+    producer: Producer, redis_client: RedisClient
+) -> None:
+    await redis_client.lpush("no-queue", "x")
+    earlier = await producer.submit(request("r1"))
+    await producer.cancel(earlier)
+
+    with pytest.raises(NotAccepted):
+        await producer.submit_many([request("r1"), request("r2", request_queue="no-queue")])
+
+    assert await redis_client.get("request-active:r1") == earlier.token.encode()
+    assert await redis_client.get("request-cancel:r1") == earlier.token.encode()
+    assert await redis_client.exists("request-active:r2") == 0
+
+
 async def test_thousands_go_in_chunk_by_chunk_and_it_is_said_how_far_it_went(
     producer: Producer, redis_client: RedisClient
 ) -> None:

@@ -141,6 +141,17 @@ async def test_what_cannot_go_back_stays_a_dead_letter(sets: SortedSets) -> None
     assert await sets.scored(QUEUE.name) == []
 
 
+async def test_a_letter_whose_time_is_no_number_keeps_no_other_from_going_back(sets: SortedSets) -> None:
+    for body in ('{"request_id": "odd", "timeout_s": null}', '{"request_id": "text", "timeout_s": "5"}'):
+        await sets.client.xadd(QUEUE.dead_letters, {"request": body})
+    await sets.client.xadd(QUEUE.dead_letters, {"request": request("good")})
+
+    assert await command(sets, "replay", everything=True) == 0
+
+    assert sorted(id_in(member) for member, _ in await sets.scored(QUEUE.name)) == ["good", "odd", "text"]
+    assert (await sets.inside()).dead == Counter()
+
+
 async def test_the_command_needs_the_name_of_the_queue_and_redis_alone(sets: SortedSets) -> None:
     await sets.submit("r", "old")
     async with sets.session() as transport, transport.consuming(1):

@@ -257,6 +257,40 @@ async def test_feedback_and_the_signal_pass_through_wrappers_case_232(make: obje
     assert asyncio.get_running_loop().time() == 0.25
 
 
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda gates: WaitOnRefuse(Composite(gates)),
+        lambda gates: WaitOnRefuse(Composite([Composite(gates)])),
+        lambda gates: TierPriorityAdmission(Composite(gates)),
+    ],
+    ids=["a wait", "twice", "tiers"],
+)
+@pytest.mark.parametrize(
+    "before",
+    [lambda: LocalMaxConcurrency(9), lambda: Aimd(AimdRules(min_window=9), lambda: asyncio.get_running_loop().time())],
+    ids=["slots", "aimd"],
+)
+async def test_those_who_wait_do_not_wake_each_other_with_what_their_questions_give_back(
+    before: object, around: object
+) -> None:
+    full, request = LocalMaxConcurrency(1), asked("async", "reserved")
+    held = admitted(full, request)
+    counted = Told(*[Admitted()] * 500, GateFailed("it is asked in a circle"))
+    gate: Gate = around([counted, before(), full])  # type: ignore[operator] # the tables' lambdas
+    waiting = [asyncio.create_task(outlast(gate, request, 100.0, random.Random(n))) for n in range(3)]
+
+    await asyncio.sleep(10.0)
+    assert counted.asks <= 3 * 10 * 2 + 3
+    release(held)
+
+    done, _ = await asyncio.wait(waiting, return_when="FIRST_COMPLETED", timeout=0.0)
+    assert len(done) == 1
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+
+
 def test_a_gate_that_cannot_tell_is_asked_now_and_then_case_232() -> None:
     quiet = WaitOnRefuse(Composite([Constant(), Told(TurnedAway())]))
 

@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 import pytest
 from pamqp.commands import Basic
 
 from inference_worker.dlq import Dead, Filter, Replay, Walk, describe, renewed, walk
 from inference_worker.dlq import _body as body_of
 from inference_worker.errors import StoreUnavailable
-from inference_worker.messages import KnownReply
+from inference_worker.messages import LONGEST_TIMEOUT_S, KnownReply
 from inference_worker.results.redis import ReplayRefused
 from inference_worker.rmq_dead_letters import Letter, NotPutBack
+from inference_worker.stream_dead_letters import Seen
 
 QUEUE = "infer_req.d"
 NOW = 1_000_000.0
@@ -340,3 +342,13 @@ def test_only_the_time_of_a_renewed_body_changes() -> None:
 
     assert renewed(body, 7.5) == b'{"request_id":"r","received_at":7.5,"payload":{"a":  1.50}}'
     assert renewed(b"[]", 7.5) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "lasts_s"),
+    [("5", 5.0), ("null", 0.0), ('"5"', 0.0), ("-5", 0.0), ("{}", 0.0), ("1" * 400, LONGEST_TIMEOUT_S)],
+)
+def test_a_time_that_is_none_is_no_reason_not_to_look_at_a_letter(said: str, lasts_s: float) -> None:
+    seen = msgspec.json.decode(f'{{"request_id": "r", "timeout_s": {said}}}', type=Seen)
+
+    assert seen.lasts_s == lasts_s

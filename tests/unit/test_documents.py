@@ -549,3 +549,9 @@ def test_whatever_the_documents_say_they_are_read_or_their_problems_are(
 
     assert all(named)
     assert named
+
+
+def test_what_is_nested_too_deep_is_told_at_whichever_depth_that_begins() -> None:
+    for depth in range(900, 1020):
+        with pytest.raises(ConfigurationError):
+            read_documents("redis-sortedset", "{}", "[" * depth + "]" * depth)

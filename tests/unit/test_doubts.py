@@ -113,6 +113,35 @@ def test_a_quota_that_refuses_needs_no_reader() -> None:
     assert said(documents(queue(**BLOCKING))) == []
 
 
+def quota(**params: object) -> Document:
+    return {"gate_type": "redis-quota", "gate_params": params}
+
+
+def test_quotas_of_two_kinds_under_one_key_fail_every_request() -> None:
+    both: Document = {"gate_type": "composite", "gate_params": {"gates": [quota(), quota(mode="concurrency")]}}
+    somewhere = [queue("a", **quota()), queue("b", **quota(mode="concurrency"))]
+
+    for of in (documents(queue(**both)), documents(*somewhere)):
+        (doubt,) = said(of)
+        assert doubt.startswith("quotas: several redis-quota gates count under quota:userid:…, some at once and some")
+
+
+def test_a_request_that_passes_two_quotas_under_one_key_is_counted_twice() -> None:
+    both: Document = {"gate_type": "composite", "gate_params": {"gates": [quota(window="1s"), quota(window="1h")]}}
+    pools = [{"id": "default", "workers": 1, **quota()}]
+
+    for of in (documents(queue(**both)), documents(queue(**quota()), pools=pools)):
+        (doubt,) = said(of)
+        assert doubt.endswith("a request that passes two of them is counted twice")
+
+
+def test_quotas_under_keys_of_their_own_and_one_that_queues_share_are_usual() -> None:
+    gates = [quota(), quota(prefix="slots:", mode="concurrency"), quota(attribute="team"), quota(address="other:6379")]
+
+    assert said(documents(queue(gate_type="composite", gate_params={"gates": gates}))) == []
+    assert said(documents(queue("a", **quota()), queue("b", **quota()))) == []
+
+
 def test_results_that_nobody_takes_stay_where_no_list_expires() -> None:
     queues = [queue("a", result_ttl_seconds=0), queue("b", result_ttl_seconds=0, result_queue_name="own"), queue("c")]
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from inference_worker.gates.combined import WaitOnRefuse
 from inference_worker.gates.from_metrics import (
@@ -620,3 +621,32 @@ def test_counted_admission_takes_only_what_it_uses_case_201(more: dict[str, obje
 
     assert problems(endpoint_scrape, around(Neighbours()), **enough) == ""
     assert problems(endpoint_scrape, around(Neighbours()), **enough | more) != ""
+
+
+@pytest.mark.parametrize(
+    "url", ["model:8000/metrics", "x y", "http://", "http://[::1", "http://m:99999/", "ftp://u:hidden@m"]
+)
+@pytest.mark.parametrize("name", ["url", "pods_url"])
+def test_a_page_that_can_never_be_read_stops_the_start(name: str, url: str) -> None:
+    enough: dict[str, object] = {"url": PAGE, "metric": "m", "max_count_per_pod": 8, "pods_metric": "p"}
+
+    said = problems(endpoint_scrape, around(Neighbours()), **enough | {name: url})
+
+    assert f".{name}: " in said
+    assert "hidden" not in said
+
+
+@pytest.mark.parametrize("more", [{}, {"max_count_per_pod": 5, "admission": "counted"}])
+async def test_the_user_of_a_page_is_never_logged(more: dict[str, object]) -> None:
+    url = "http://user:secret@elsewhere/metrics?token=secret"
+    gate = gate_of(endpoint_scrape, around(Neighbours()), url=url, metric="m", **more)
+    over = asyncio.Event()
+
+    with capture_logs() as log:
+        running = asyncio.create_task(gate.run(over))
+        await asyncio.sleep(1.0)
+        over.set()
+        await running
+
+    assert log
+    assert "secret" not in repr(log)

@@ -8,7 +8,14 @@ import pytest
 
 from inference_worker import cli
 from inference_worker.assembly import Outside
-from inference_worker.config.process_flags import BY_NAME, FLAGS, ProcessFlags, documents_of, read_flags
+from inference_worker.config.process_flags import (
+    BY_NAME,
+    FLAGS,
+    ProcessFlags,
+    documents_of,
+    flags_and_problems,
+    read_flags,
+)
 from inference_worker.errors import ConfigurationError
 
 QUEUE = {"queue_name": "q1", "igw_base_url": "http://gateway:8000"}
@@ -265,3 +272,11 @@ def test_what_a_command_line_has_and_nobody_knows_is_said_without_what_may_be_a_
     said = capsys.readouterr().err
     assert "--redis-url" in said or "***" in said
     assert "secret" not in said
+
+
+@pytest.mark.parametrize("url", ["prometheus:9090", "http://", "http://[::1", "http://p:99999", "http://u:hidden@p:x"])
+def test_a_prometheus_that_can_never_be_asked_stops_the_start(url: str) -> None:
+    _, problems = flags_and_problems({"prometheus-url": url}, str)
+
+    (problem,) = [problem for problem in problems if problem.startswith("--prometheus-url: ")]
+    assert "hidden" not in problem
