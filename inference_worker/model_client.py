@@ -112,6 +112,9 @@ class HttpModelClient:
             async with asyncio.timeout(timeout_s):
                 headers = overlaid({"Content-Type": "application/json"}, headers)
                 headers = overlaid(headers, self._headers(shown_id(request_id), stream))
+                if "@" in self._base_url().partition("://")[2].partition("/")[0]:
+                    # The user in the URL is who calls; the driver writes that header, and refuses to with another one.
+                    headers = {name: value for name, value in headers.items() if name.lower() != "authorization"}
                 return await self._answered(call, endpoint, payload, stream, headers)
         except TimeoutError as exc:
             raise ModelSlow(f"no whole answer within {timeout_s:g} s") from exc

@@ -12,7 +12,7 @@ import signal
 import ssl
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -55,6 +55,7 @@ from inference_worker.redis_scripts import RedisLink
 from inference_worker.routed_model import RoutedModel
 from inference_worker.timing import ByteBudget, stopped_within
 from inference_worker.transports.merged import MergedQueues
+from inference_worker.transports.merged_source import MOST_WAITING_BYTES
 
 log = structlog.get_logger(__name__)
 
@@ -191,6 +192,8 @@ class Parts:
     peer: Peer
     standing: Standing
     tracer: Tracer
+    waiting: ByteBudget = field(default_factory=lambda: ByteBudget(MOST_WAITING_BYTES))
+    """What waits unstarted, of all pools together."""
 
     def pool(self, config: PoolConfig) -> Made:
         """One pool: its queues with their gates, made one; its own gate; and how its requests are sent."""
@@ -209,6 +212,7 @@ class Parts:
             tier_label=documents.merge.tier_label,
             gate_wait_s=flags.gate_wait_timeout_s,
             told=self.peer.verdict,
+            waiting=self.waiting,
         )
         gate = None
         if at_pool is not None:

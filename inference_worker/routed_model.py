@@ -12,6 +12,7 @@ from typing import Protocol, Self
 import structlog
 
 from inference_worker.addressing import origin
+from inference_worker.config.values import without_user
 from inference_worker.errors import ModelGone
 from inference_worker.ports import NO_HEADERS, Answer, ModelClient
 
@@ -40,7 +41,7 @@ class RoutedModel:
         self._clients: Mapping[str, Closable] = clients
         self._by_host: Mapping[str, Closable] = origins
         self.unreached: dict[str, str] = {}
-        """Gateways that the last call could not reach, and why: by scheme and host."""
+        """Gateways that the last call could not reach, and why: by scheme and host, as they may be shown."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -73,7 +74,7 @@ class RoutedModel:
         """
         client = self._clients.get(base_url) if base_url is not None else None
         if client is None:
-            raise ModelGone(f"no gateway with the base URL {base_url} is configured")
+            raise ModelGone(f"no gateway with the base URL {without_user(base_url or '')} is configured")
         try:
             answer = await client.infer(
                 endpoint=endpoint,
@@ -91,18 +92,18 @@ class RoutedModel:
 
     @property
     def gateways(self) -> Sequence[str]:
-        """All of them, by scheme and host."""
-        return tuple(self._by_host)
+        """All of them, by scheme and host, as they may be shown."""
+        return tuple(dict.fromkeys(map(without_user, self._by_host)))
 
     def _not_reached(self, base_url: str | None, reason: str) -> None:
-        host = origin(base_url or "")
+        host = _shown(base_url)
         if host not in self.unreached:
             log.warning("a gateway cannot be reached; its requests are tried again", gateway=host, reason=reason)
         self.unreached[host] = reason
 
     def _reached(self, base_url: str | None) -> None:
-        if self.unreached and self.unreached.pop(origin(base_url or ""), None) is not None:
-            log.info("a gateway answers again", gateway=origin(base_url or ""))
+        if self.unreached and self.unreached.pop(_shown(base_url), None) is not None:
+            log.info("a gateway answers again", gateway=_shown(base_url))
 
     async def warm(self, connections: int) -> None:
         """Open connections ahead, the number shared out among the gateways, at least one each. Never fails."""
@@ -111,3 +112,8 @@ class RoutedModel:
         async with asyncio.TaskGroup() as group:
             for client in clients:
                 group.create_task(client.warm(each))
+
+
+def _shown(base_url: str | None) -> str:
+    """Its scheme and host, without what may be a password."""
+    return without_user(origin(base_url or ""))

@@ -32,7 +32,8 @@ from inference_worker.lanes import TIER_LABEL
 from inference_worker.merge import MergePolicy
 from inference_worker.messages import Reply
 from inference_worker.ports import Backlog, Delivery, Feedback
-from inference_worker.transports.merged_source import Feed, Held, QueueVerdict, Shared, Source
+from inference_worker.timing import ByteBudget
+from inference_worker.transports.merged_source import MOST_WAITING_BYTES, Feed, Held, QueueVerdict, Shared, Source
 
 __all__ = ["MergedQueues", "MergedTransport", "QueueVerdict", "Source"]
 
@@ -68,8 +69,11 @@ class MergedQueues:
         tier_label: str = TIER_LABEL,
         gate_wait_s: float = GATE_WAIT_S,
         told: Callable[[str, QueueVerdict], None] = nobody,
+        waiting: ByteBudget | None = None,
     ) -> None:
-        """`policy` makes one for each session; `told` hears of each verdict of a queue's gate."""
+        """`policy` makes one for each session; `told` hears of each verdict of a queue's gate. What waits unstarted is
+        counted in `waiting`, which pools share.
+        """
         self._sources = tuple(sources)
         self._policy = policy
         self._now = now
@@ -78,6 +82,7 @@ class MergedQueues:
         self._tier_label = tier_label
         self._gate_wait_s = gate_wait_s
         self._told = told
+        self._waiting = ByteBudget(MOST_WAITING_BYTES) if waiting is None else waiting
 
     @asynccontextmanager
     async def connect(self) -> AsyncGenerator["MergedTransport", None]:
@@ -94,6 +99,7 @@ class MergedQueues:
             tier_label=self._tier_label,
             gate_wait_s=self._gate_wait_s,
             told=self._told,
+            waiting=self._waiting,
         )
         shared.feeds = [Feed(source, shared) for source in self._sources]
         session = MergedTransport(shared)

@@ -53,7 +53,7 @@ from inference_worker.ports import (
     TurnedAway,
     Verdict,
 )
-from inference_worker.timing import ended, first_of
+from inference_worker.timing import ByteBudget, ended, first_of
 
 log = structlog.get_logger(__name__)
 
@@ -66,6 +66,8 @@ LONGEST_PAUSE_S: Final = 4.0
 
 CLOSED_LOOK_S: Final = 0.1
 """How often a gate without budget is looked at."""
+HEAVY_LOOK_S: Final = 0.1
+"""How often it is looked whether there is room for more bytes."""
 CLOSED_S: Final = 0.5
 """A gate that is without budget for so long has its queue's connection stop consuming: a full one that opens with
 every answer must not cost a consumer each time."""
@@ -82,6 +84,9 @@ GIVE_BACK_S: Final = 3.0
 """How long all that waits here may take to go back. After it the connection is closed, which gives it back."""
 LEAVE_S: Final = 1.0
 """How long settlements that have begun are waited for before that: cut short, a copy and its original both remain."""
+
+MOST_WAITING_BYTES: Final = 64 * 1024 * 1024
+"""So much may wait here unstarted, of all queues together. Beyond it each has one, so that none is kept out."""
 
 UNCLAIMED: Final = Token("never claimed")
 """Before a gate nothing is claimed."""
@@ -120,6 +125,12 @@ class Held:
     refused: bool = False
     """The gate's refusal was told."""
 
+    @property
+    def size_bytes(self) -> int:
+        """What it takes to keep it: what came, and the payload that was read out of it, or fetched."""
+        request = self.inner.request
+        return len(self.inner.body) + (len(request.payload) if request is not None else 0)
+
     async def release(self, seen: Feedback) -> None:
         """Give the permits back; a repeat does nothing."""
         await give_back(self.take_permits(), seen)
@@ -142,6 +153,8 @@ class Shared:
     gate_wait_s: float
     """0: until the request's deadline."""
     told: Callable[[str, QueueVerdict], None]
+    waiting: ByteBudget = field(default_factory=lambda: ByteBudget(MOST_WAITING_BYTES))
+    """Counts what waits unstarted, of other sessions too where they share it."""
     flowing: bool = False
     over: bool = False
     """The session has ended."""
@@ -297,7 +310,7 @@ class Feed:
             await first_of(transport.lost, self._turn, within_s=WATCHDOG_S)
             if self._turn.is_set() or transport.lost.is_set():
                 continue
-            busy = self._received != received or len(self.unstarted) >= self.source.window
+            busy = self._received != received or self._full
             idle_looks, received = 0 if busy else idle_looks + 1, self._received
             if idle_looks and not await self._ready(transport):
                 idle_looks = 0
@@ -334,9 +347,11 @@ class Feed:
         closed_since: float | None = None
         while True:
             self._room.clear()
-            if len(self.unstarted) >= self.source.window:
+            if self._full:
                 closed_since = None
-                await self._room.wait()
+                # Bytes are freed by other pools, too, which tell nobody here.
+                few = len(self.unstarted) < self.source.window
+                await first_of(self._room, within_s=HEAVY_LOOK_S if few else None)
             elif self._closed and not self._keeps:
                 closed_since = loop.time() if closed_since is None else closed_since
                 if loop.time() - closed_since >= CLOSED_S:
@@ -345,6 +360,11 @@ class Feed:
             else:
                 await self._widen(transport)
                 return True
+
+    @property
+    def _full(self) -> bool:
+        """Nothing more may wait here for now."""
+        return len(self.unstarted) >= self.source.window or (bool(self.unstarted) and self._shared.waiting.full)
 
     async def _widen(self, transport: Transport) -> None:
         """What runs takes no place from what may wait. It only grows: some brokers begin anew with each change."""
@@ -362,10 +382,11 @@ class Feed:
             inner,
             receipt=held,
             route=self.source.route or inner.route,
-            labels={**inner.labels, **self.source.labels},
+            labels=self._labels(inner),
             taken_at=asyncio.get_running_loop().time(),
         )
         self.unstarted[held] = None
+        self._shared.waiting.add(held.size_bytes)
         request = self._request(inner)
         if self.source.gate is None or request is None or request.deadline <= self._shared.now():
             # What is no request, or too late, is ended by whoever receives it, and never sent.
@@ -375,6 +396,11 @@ class Feed:
         task = asyncio.create_task(self._ask(gate, held, delivery, request))
         self._asking[task] = None
         task.add_done_callback(self._asked)
+
+    def _labels(self, inner: Delivery) -> dict[str, str]:
+        """Those of the queue stand above the message's own, which cannot claim to be reserved: a gate says so anew."""
+        of_message = {name: text for name, text in inner.labels.items() if name != CLASSIFICATION_LABEL}
+        return {**of_message, **self.source.labels}
 
     def _asked(self, task: asyncio.Task[None]) -> None:
         self._asking.pop(task, None)
@@ -549,7 +575,7 @@ class Feed:
 
     def start(self, held: Held) -> None:
         """A delivery is handed up."""
-        self.unstarted.pop(held, None)
+        self._no_longer_waits(held)
         self.started[held] = None
         self._room.set()
 
@@ -562,8 +588,13 @@ class Feed:
             task.add_done_callback(lambda _: self._releasing.pop(task, None))
 
     def _forget(self, held: Held) -> None:
-        self.unstarted.pop(held, None)
+        self._no_longer_waits(held)
         self._room.set()
+
+    def _no_longer_waits(self, held: Held) -> None:
+        if held in self.unstarted:
+            del self.unstarted[held]
+            self._shared.waiting.release(held, held.size_bytes)
 
     async def finish(self, held: Held, seen: Feedback) -> None:
         """A delivery is settled, or lost: what its gate gave goes back, once."""
@@ -612,7 +643,9 @@ class Feed:
     def _taken_out(self) -> list[Held]:
         self._shared.policy.remove(self.source.name)
         self._no_room.clear()
-        left, self.unstarted = list(self.unstarted), {}
+        left = list(self.unstarted)
+        for held in left:
+            self._no_longer_waits(held)
         self._shared.refill()
         self._shared.something.set()
         return left

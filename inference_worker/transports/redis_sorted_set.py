@@ -538,10 +538,12 @@ class SortedSetTransport:
         """Hand up what is to be run; end here what is not."""
         if not members:
             return
-        self._sets.appetite.saw([len(taken.member) for taken in members])
         read = [read_taken(taken, self._queue) for taken in members]
         claims = [claim for claim, _ in read]
+        self._sets.appetite.saw([len(taken.member) for taken in members])
         payloads = await self._payloads(claims)
+        if payloads:
+            self._sets.appetite.saw([len(payload or b"") for payload in payloads.values()])
         cancelled = {claim.taken.claim_id for claim in claims if claim.taken.cancelled}
         if self._across is not None:
             cancelled |= await self._across.cancelled(claims)
@@ -642,7 +644,7 @@ class SortedSetTransport:
                 count=taken.number,
                 fields=(),
                 read_at=loop_time,
-                size_bytes=len(taken.member),
+                size_bytes=len(taken.member) + (len(request.payload) if request is not None else 0),
                 more=claim,
             ),
             lost=asyncio.Event(),

@@ -180,9 +180,11 @@ while moved < most_moved do
     internal = all and type(all.internal) == 'table' and all.internal or {}
   end
   local origin = text_of(internal.request_queue_name)
-  if origin == '' then origin = KEYS[1] end
-  local note = note_of(origin .. ':claim-notes', claim_id_of(member))
-  local added = redis.pcall('ZADD', origin, note.s or score_of(member, now), member)
+  -- One that names this very set would be put there and taken away again.
+  if origin == '' or origin == KEYS[7] then origin = KEYS[1] end
+  -- Notes of another user's queue, or of what is none, must not end all that look here. Only a score is wanted.
+  local fine, note = pcall(note_of, origin .. ':claim-notes', claim_id_of(member))
+  local added = redis.pcall('ZADD', origin, fine and note.s or score_of(member, now), member)
   if type(added) == 'table' and string.find(added.err, 'WRONGTYPE') then
     -- It names what is no queue, and would stand before all others for ever.
     added = redis.pcall('XADD', KEYS[8], '*', 'request', member, 'reason', 'invalid_request', 'detail',

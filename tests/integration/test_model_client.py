@@ -157,6 +157,16 @@ async def test_an_id_that_is_no_header_value_is_left_out(request_id: str) -> Non
     assert b"X-Request-Id" not in server.requests[0]
 
 
+async def test_a_user_in_the_url_is_who_calls_whatever_key_or_header_there_is_besides() -> None:
+    """Both together were refused by the driver, and the request went round until it was poison."""
+    server, given = RawServer(says(http())), {"authorization": "Bearer theirs"}
+    async with server.serving() as url, client(url.replace("://", "://user:word@"), api_key=lambda: "ours") as model:
+        await model.infer(endpoint=CHAT, payload=b"{ }", stream=False, request_id="r-1", timeout_s=5, headers=given)
+
+    lines = server.requests[0].lower().split(b"\r\n")
+    assert [line for line in lines if line.startswith(b"authorization")] == [b"authorization: basic dxnlcjp3b3jk"]
+
+
 async def test_headers_of_a_caller_go_along_but_never_in_place_of_ours_in_any_letter_case_case_277() -> None:
     server = RawServer(says(http()))
     given = {"X-Mine": "1", "authorization": "Bearer forged", "x-request-ID": "forged", "content-type": "text/plain"}

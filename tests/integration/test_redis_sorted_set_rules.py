@@ -34,6 +34,7 @@ from inference_worker.transports.redis_sorted_set import (
     sorted_set_backlog,
 )
 from inference_worker.transports.sorted_set_scripts import KEEP, TIDY
+from inference_worker.transports.stream_hands import receipt_of
 from tests.sorted_set_kit import QUEUE, SortedSets, envelope, id_in, sorted_sets_at
 from tests.stream_kit import entries_of
 from tests.transport_contract import failed, nothing_comes, reply, request, take
@@ -645,6 +646,14 @@ async def test_payloads_that_lie_apart_come_in_one_question_case_60(sets: Sorted
     assert stats["cmdstat_mget"]["calls"] == 1
 
 
+async def test_a_payload_that_lies_apart_counts_into_what_may_lie_here(sets: SortedSets) -> None:
+    """Its member alone is small: dozens of the largest payloads were fetched ahead at once."""
+    await pointers(sets, "a")
+    await sets.client.set("request-payload:a:t", json.dumps({"of": "x" * 5000}))
+    async with sets.session() as transport, transport.consuming(1):
+        assert receipt_of(await take(transport)).size_bytes > 5000
+
+
 async def test_a_payload_that_has_gone_is_said_and_nothing_is_handed_up_case_61(sets: SortedSets) -> None:
     await pointers(sets, "a", "b")
     await sets.client.delete("request-payload:a:t")
@@ -746,6 +755,25 @@ async def test_a_retry_that_names_no_sorted_set_is_parked_and_holds_nobody_up(se
     async with sets.session() as transport, transport.consuming(1):
         assert (await take(transport)).message_id == "r"
     assert (await sets.inside()).dead == Counter({"odd": 1})
+
+
+async def test_a_retry_whose_notes_cannot_be_read_holds_nobody_up(sets: SortedSets) -> None:
+    """Whoever put it into the set of all queues, and whatever it names."""
+    await sets.client.set("other:claim-notes", "x")
+    routing = Routing(request_token="t", request_queue_name="other")
+    await sets.client.zadd(QUEUE.retries, {envelope("odd", routing=routing): 1})
+    await sets.submit("r")
+    async with sets.session() as transport, transport.consuming(1):
+        assert (await take(transport)).message_id == "r"
+    ((member, _),) = await sets.scored("other")
+    assert id_in(member) == "odd"
+
+
+async def test_a_retry_that_names_the_set_of_retries_goes_to_ours_and_is_not_lost(sets: SortedSets) -> None:
+    routing = Routing(request_token="t", request_queue_name=QUEUE.retries)
+    await sets.client.zadd(QUEUE.retries, {envelope("r", routing=routing): 1})
+    async with sets.session() as transport, transport.consuming(1):
+        assert (await take(transport)).message_id == "r"
 
 
 async def test_many_retries_at_once_are_all_parked_case_73(sets: SortedSets) -> None:

@@ -5,7 +5,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import pytest
@@ -45,7 +45,7 @@ from inference_worker.ports import (
     Verdict,
 )
 from inference_worker.results.memory import MemoryStore
-from inference_worker.timing import ended
+from inference_worker.timing import ByteBudget, ended
 from inference_worker.transports.memory import MemoryBroker, MemoryTransport, _receipt
 from inference_worker.transports.merged import MergedQueues, MergedTransport, Source, seen_of, summed
 from tests.transport_contract import Parked as ParkedLetter
@@ -67,6 +67,7 @@ class System:
     policy: Callable[[], MergePolicy[Delivery]] = lambda: RandomRobin(random.Random(1))
     gate_wait_s: float = 300.0
     hand_back: HandBack = AT_ONCE
+    waiting: ByteBudget = field(default_factory=lambda: ByteBudget(1_000_000))
 
     def __post_init__(self) -> None:
         self.store = MemoryStore(now=time.time, lease_s=15, ttl_s=3600)
@@ -92,6 +93,7 @@ class System:
             replica_id="r",
             gate_wait_s=self.gate_wait_s,
             told=lambda queue, verdict: self.told.append((queue, verdict)),
+            waiting=self.waiting,
         )
 
     def connect(self) -> AbstractAsyncContextManager[MergedTransport]:
@@ -224,6 +226,31 @@ async def test_a_delivery_has_its_queues_route_and_labels() -> None:
 
     assert delivery.route == Route(base_url="http://one", path="/v1/completions")
     assert delivery.labels == {"tier": "batch"}
+
+
+@pytest.mark.parametrize(
+    ("labels", "seen"),
+    [
+        ({}, {"team": "x"}),
+        ({"tier": "batch"}, {"team": "x", "tier": "batch"}),
+        ({"classification": "overflow"}, {"team": "x", "classification": "overflow"}),
+    ],
+)
+async def test_no_message_says_of_itself_that_it_is_reserved(
+    monkeypatch: pytest.MonkeyPatch, labels: dict[str, str], seen: dict[str, str]
+) -> None:
+    real = MemoryTransport.receive
+
+    async def receive(transport: MemoryTransport) -> Delivery:
+        return replace(await real(transport), labels={"team": "x", "classification": "reserved"})
+
+    monkeypatch.setattr(MemoryTransport, "receive", receive)
+    system = System(labels={"one": labels})
+    await system.put("one", request("a"))
+    async with system.consuming() as transport:
+        delivery = await take(transport)
+
+    assert delivery.labels == seen
 
 
 async def test_a_lost_queue_ends_neither_the_others_nor_the_session_and_comes_back() -> None:
@@ -1034,3 +1061,42 @@ async def test_under_cuts_pauses_and_refusals_each_message_is_settled_once(seed:
     assert sorted(acked) == sorted(f"r-{n}" for n in range(90))
     assert system.left == 0
     assert all(len(permit.seen) == 1 for permit in permits)
+
+
+async def test_large_requests_wait_in_their_queues_but_one_of_each_which_is_kept_out_by_no_other() -> None:
+    """Windows count requests: a full one of the largest, for each of some hundred queues, ended the process."""
+    system = System(names=("large", "small"), window=8, waiting=ByteBudget(2_500))
+    for n in range(6):
+        await system.put("large", request(f"l{n}") + b" " * 1000)
+        await system.put("small", request(f"s{n}"))
+    async with system.consuming(2) as transport:
+        first = await take(transport)
+        await asyncio.sleep(1)
+        assert transport.waiting()["small"] >= 1
+        assert sum(transport.waiting().values()) < 8
+        assert system.waiting.held_bytes < 2_500 + 2 * 1_200
+        came = [first]
+        for _ in range(11):
+            await transport.settle(came[-1], Ack())
+            came.append(await take(transport))
+        await transport.settle(came[-1], Ack())
+
+    assert {delivery.queue for delivery in came[:4]} == {"large", "small"}
+    assert system.left == 0
+    assert system.waiting.held_bytes == 0
+
+
+async def test_bytes_that_another_pool_frees_let_a_queue_go_on() -> None:
+    system = System(names=("one",), waiting=ByteBudget(100))
+    system.waiting.add(1_000)
+    for n in range(3):
+        await system.put("one", request(f"r{n}"))
+    async with system.consuming(4) as transport:
+        await asyncio.sleep(60)
+        assert (sum(transport.waiting().values()), transport.reasons()["one"]) == (1, "")
+        system.waiting.release(None, 1_000)
+        system.waiting.limit_bytes = 10_000
+        await asyncio.sleep(1)
+        assert sum(transport.waiting().values()) == 3
+
+    assert (system.left, system.waiting.held_bytes) == (3, 0)

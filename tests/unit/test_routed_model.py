@@ -123,3 +123,18 @@ async def test_without_gateways_there_is_nothing_to_warm() -> None:
 
 def test_a_client_keeps_the_headers_that_gates_learn_from() -> None:
     assert {REASON_HEADER, HEADROOM_HEADER, QUEUE_MS_HEADER} == set(KEPT_HEADERS)
+
+
+async def test_a_gateway_is_named_without_its_password(capsys: pytest.CaptureFixture[str]) -> None:
+    """In logs, at /status, and in what a request is told."""
+    gateways = Gateways()
+    async with RoutedModel(["http://user:secret@one"], gateways.open) as model:
+        gateways.made[0].failures.append(ModelGone("no connection"))
+        with pytest.raises(ModelGone):
+            await infer(model, "http://user:secret@one")
+        said = f"{model.gateways} {model.unreached} {capsys.readouterr().out}"
+        with pytest.raises(ModelGone) as raised:
+            await infer(model, "http://user:secret@another")
+
+    assert said.count("http://***@one") == 3
+    assert "secret" not in said + str(raised.value)
