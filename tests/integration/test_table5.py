@@ -302,7 +302,7 @@ async def test_an_expired_request_is_failed_408_and_acknowledged(running_worker:
     assert tuple(seen.result) == FAILED_KEYS
     assert (seen.result["status"], seen.result["status_code"]) == ("failed", 408)
     assert (seen.result["error_code"], seen.result["attempt"]) == ("expired", 1)
-    assert seen.result["error"] == "the deadline had passed before a worker could begin"
+    assert seen.result["error"] == "the deadline had passed before it could be tried again; 1 try failed"
     assert nothing_done(seen)
     assert seen.dead == []
 
