@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-input
 PYTEST := $(BIN)/python -m pytest
 # The integration tests mostly wait: two run at a time, with servers of their own, unless they share servers named by URL.
+# Those that measure run alone, afterwards.
 PARALLEL := $(if $(filter url,$(TEST_SERVICES))$(REDIS_URL)$(RABBITMQ_URL),,-n 2 --dist loadfile)
 
 .PHONY: run test unit integration check lint format bench clean
@@ -22,7 +23,8 @@ unit: $(VENV)/test.stamp
 
 integration: $(VENV)/test.stamp
 	@echo "Integration tests"
-	@$(PYTEST) tests/integration $(PARALLEL)
+	@$(PYTEST) tests/integration -m "not alone" $(PARALLEL)
+	@$(PYTEST) tests/integration -m alone
 
 check: lint unit
 

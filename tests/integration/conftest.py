@@ -96,6 +96,7 @@ def _or_end(get: Callable[[], Rabbit | Redis | Supply]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs_control: stops, pauses or sets up a server; not with TEST_SERVICES=url")
+    config.addinivalue_line("markers", "alone: measures time or computing; not beside other tests")
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         # What is missing is installed once, before several processes of tests look for it.
         _or_end(lambda: services_of(config).supply)

@@ -121,6 +121,7 @@ async def lag_probe() -> AsyncGenerator[list[float]]:
         gc.unfreeze()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("size_mib", [1, 8, 15])
 async def test_the_loop_is_never_blocked_for_long(size_mib: int, roomy: System, tmp_path: Path) -> None:
     """50 ms, or 5 ms for each MiB, with bodies and answers of this size; the model is a process of its own."""

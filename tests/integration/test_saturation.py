@@ -49,6 +49,7 @@ async def fullness(case: Case, redis_url: str) -> tuple[float, float]:
     return mean / CAPACITY, most / CAPACITY
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(60)
 async def test_a_saturation_gate_keeps_the_model_as_full_as_it_says_before_a_pool_and_before_queues(
     redis_url: str,
