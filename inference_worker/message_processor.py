@@ -509,8 +509,10 @@ class MessageProcessor:
             return Concluded(reply=self._failure(job, 408, "expired", _expired(job)), hold=hold)
         loop = asyncio.get_running_loop()
         asked_at = loop.time()
-        job.permits = job.permits or Permits((), partial(self._saw, job.delivery))
-        job.permits.sent(asked_at)
+        if job.permits is None and self._saw is not nobody_wants:
+            job.permits = Permits((), partial(self._saw, job.delivery))
+        if job.permits is not None:
+            job.permits.sent(asked_at)
         with job.span.calling(request) as call:
             answer = await self._answer(job, request, timeout_s, call.headers)
             model_s = loop.time() - asked_at  # The wall clock may be set meanwhile.
@@ -518,7 +520,8 @@ class MessageProcessor:
             timings = Timings(queue_s=queue_s, model_s=model_s)
             outcome = self._judge(job, request, answer, hold, timings) if isinstance(answer, Answer) else None
             call.ended(answer, outcome)
-        await job.permits.answered(answer, outcome)
+        if job.permits is not None:
+            await job.permits.answered(answer, outcome)
         # The call is what a slot is for: storing its answer need not keep the next one from the model.
         self._give_slot(job)
         if outcome is not None:
