@@ -600,29 +600,39 @@ def redis_streams_queue(settings: Settings, outside: Outside) -> OpenQueue:
 
 def rabbitmq_queue(settings: Settings, outside: Outside, tls: ssl.SSLContext | None) -> OpenQueue:
     """The request queue in RabbitMQ."""
+    name = settings.identity.request_queue
+    return lambda store, metrics: rabbitmq_connect(settings, name, store, metrics, now=outside.now, tls=tls)
+
+
+def rabbitmq_connect(
+    settings: Settings,
+    queue_name: str,
+    store: ResultStore,
+    metrics: WorkerMetrics,
+    *,
+    now: Callable[[], float],
+    tls: ssl.SSLContext | None,
+) -> Connect:
+    """The way to open connections to one queue of RabbitMQ."""
     from inference_worker.rmq_listener import RabbitMQ, Topology
 
     rabbitmq, identity = settings.rabbitmq, settings.identity
-
-    def connect(store: ResultStore, metrics: WorkerMetrics) -> Connect:
-        return RabbitMQ(
-            url=rabbitmq.url_now,
-            topology=Topology(
-                queue=identity.request_queue,
-                dead_letter_exchange=rabbitmq.dlx,
-                dead_letter_queue=rabbitmq.dlq,
-                dead_letter_routing_key=rabbitmq.dlx_routing_key,
-                queue_type=rabbitmq.queue_type,
-                delivery_limit=rabbitmq.delivery_limit,
-            ),
-            store=store,
-            metrics=metrics,
-            name=f"{identity.deployment_id}/{identity.replica_id}",
-            tls=tls,
-            now=outside.now,
-        ).connect
-
-    return connect
+    return RabbitMQ(
+        url=rabbitmq.url_now,
+        topology=Topology(
+            queue=queue_name,
+            dead_letter_exchange=rabbitmq.dlx,
+            dead_letter_queue=rabbitmq.dlq,
+            dead_letter_routing_key=rabbitmq.dlx_routing_key,
+            queue_type=rabbitmq.queue_type,
+            delivery_limit=rabbitmq.delivery_limit,
+        ),
+        store=store,
+        metrics=metrics,
+        name=f"{identity.deployment_id}/{identity.replica_id}",
+        tls=tls,
+        now=now,
+    ).connect
 
 
 def client_name(settings: Settings) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from inference_worker.assembly import client_name, redis_tls
+from inference_worker.assembly import client_name, rabbitmq_connect, redis_tls
 from inference_worker.config.documents import MergeConfig, QueueConfig, TransportConfig
 from inference_worker.config.settings import Settings
 from inference_worker.disposition import AT_ONCE, HandBack
@@ -130,25 +130,8 @@ class Broker:
         ).connect
 
     def _rabbitmq(self, queue: QueueConfig, store: ResultStore) -> Connect:
-        from inference_worker.rmq_listener import RabbitMQ, Topology
-
-        rabbitmq, identity = self.settings.rabbitmq, self.settings.identity
-        return RabbitMQ(
-            url=rabbitmq.url_now,
-            topology=Topology(
-                queue=queue.queue_name,
-                dead_letter_exchange=rabbitmq.dlx,
-                dead_letter_queue=rabbitmq.dlq,
-                dead_letter_routing_key=rabbitmq.dlx_routing_key,
-                queue_type=rabbitmq.queue_type,
-                delivery_limit=rabbitmq.delivery_limit,
-            ),
-            store=store,
-            metrics=self.metrics,
-            name=f"{identity.deployment_id}/{identity.replica_id}",
-            tls=self.settings.tls.context(),
-            now=self.now,
-        ).connect
+        tls = self.settings.tls.context()
+        return rabbitmq_connect(self.settings, queue.queue_name, store, self.metrics, now=self.now, tls=tls)
 
     def due(self, queues: Sequence[QueueConfig]) -> Mapping[str, Expiring]:
         """How to ask how far off the deadlines are, by queue; empty where the broker does not know of them."""
