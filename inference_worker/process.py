@@ -46,7 +46,7 @@ from inference_worker.peer import Peer
 from inference_worker.pool_gate import PoolGate
 from inference_worker.pools import Pool
 from inference_worker.ports import Fleet, Gate, Tracer
-from inference_worker.process_queues import HAND_BACK, Broker, policy_of, route_of, saw, sources
+from inference_worker.process_queues import HAND_BACK, Broker, policy_of, route_of, sources
 from inference_worker.process_setup import ProcessSetup, later
 from inference_worker.process_status import Standing
 from inference_worker.process_status import links as queue_links
@@ -54,7 +54,7 @@ from inference_worker.redis_modes import RedisPlace, redis_place
 from inference_worker.redis_scripts import RedisLink
 from inference_worker.routed_model import RoutedModel
 from inference_worker.timing import ByteBudget, stopped_within
-from inference_worker.transports.merged import MergedQueues
+from inference_worker.transports.merged import MergedQueues, saw
 from inference_worker.transports.merged_source import MOST_WAITING_BYTES
 
 log = structlog.get_logger(__name__)

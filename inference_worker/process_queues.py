@@ -16,11 +16,11 @@ from inference_worker.merge import PATIENCE, PER_LANE, MergePolicy, RandomRobin,
 from inference_worker.metrics import WorkerMetrics
 from inference_worker.peer import due_in
 from inference_worker.peer_backlog import Expiring
-from inference_worker.ports import Connect, Delivery, Feedback, Gate, ResultStore, Route
+from inference_worker.ports import Connect, Delivery, Gate, ResultStore, Route
 from inference_worker.redis_modes import RedisPlace
 from inference_worker.results.redis import RedisStore
 from inference_worker.transports.listed import ResultList, listed
-from inference_worker.transports.merged_source import Held, Source
+from inference_worker.transports.merged_source import Source
 
 TURNED_AWAY_S = 1.0
 """How long what a gate has turned away stays out of sight: brokers hand it out again at once."""
@@ -183,9 +183,3 @@ def policy_of(merge: MergeConfig, rng: random.Random) -> MergePolicy[Delivery]:
             return TierAging(per_lane, merge.patience or PATIENCE, merge.lane_patience)
         case _:
             assert_never(merge.type)
-
-
-def saw(delivery: Delivery, seen: Feedback) -> None:
-    """Note what became of a request, for the gate of its queue."""
-    if isinstance(delivery.receipt, Held):
-        delivery.receipt.seen = seen

@@ -247,10 +247,6 @@ class MergedTransport:
 
     # ------------------------------------------------------------ settling
 
-    def saw(self, delivery: Delivery, seen: Feedback) -> None:
-        """Note what became of a request, for the gate of its queue: more than its settlement tells."""
-        _held(delivery).seen = seen
-
     async def settle(self, delivery: Delivery, disposition: Disposition) -> Settlement:
         """See `ports.Transport`. With the queue that it came from; then its gate has its permits back."""
         held = _held(delivery)
@@ -366,6 +362,11 @@ def seen_of(disposition: Disposition) -> Feedback:
 
 def _was_sent(reply: Reply) -> bool:
     return reply.error_code is None or reply.timings.model_s is not None
+
+
+def saw(delivery: Delivery, seen: Feedback) -> None:
+    """Note what became of a request, for the gate of its queue: more than its settlement tells."""
+    _held(delivery).seen = seen
 
 
 def _held(delivery: Delivery) -> Held:

@@ -47,7 +47,7 @@ from inference_worker.ports import (
 from inference_worker.results.memory import MemoryStore
 from inference_worker.timing import ByteBudget, ended
 from inference_worker.transports.memory import MemoryBroker, MemoryTransport, _receipt
-from inference_worker.transports.merged import MergedQueues, MergedTransport, Source, seen_of, summed
+from inference_worker.transports.merged import MergedQueues, MergedTransport, Source, saw, seen_of, summed
 from tests.transport_contract import Parked as ParkedLetter
 from tests.transport_contract import TransportContract, failed, nothing_comes, reply, request, take
 from tests.unit.gate_kit import RecordedPermit, Told
@@ -744,7 +744,7 @@ async def test_a_gate_hears_what_was_noted_of_its_request() -> None:
     seen = Feedback(kind="capacity_rejected", sent_at=3.0, retry_after_s=2.0)
     async with system.queues.connect() as transport, transport.consuming(1):
         delivery = await take(transport)
-        transport.saw(delivery, seen)
+        saw(delivery, seen)
         await transport.settle(delivery, Ack(reply=reply("a")))
 
     assert permit.seen == [seen]
