@@ -293,12 +293,14 @@ def whole_json(body: bytes) -> bool:
 
 def usage_of(result: bytes) -> Usage | None:
     """The tokens that an OpenAI-shaped answer says it used, or None where it says none."""
-    whole = json_mended(result)
     try:
-        return _counted(msgspec.json.decode(whole, type=_WithUsage).usage)
+        return _counted(_usage_decoder.decode(result).usage)
     except msgspec.ValidationError:
-        return _counted(_odd_usage(whole))
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return _counted(_odd_usage(json_mended(result)))
+    except (msgspec.DecodeError, RecursionError):
+        mended = json_mended(result)
+        return usage_of(mended) if mended != result else None
+    except UnicodeDecodeError:
         return None
 
 
@@ -457,8 +459,8 @@ def json_mended(body: bytes) -> bytes:
 
     Browsers write them when a string is cut in the middle of an emoji. The length stays, and so does every other byte.
     """
-    if not 0 < body.count(b"\\ud") + body.count(b"\\uD") <= MOST_HALVES:
-        return body
+    if b"\\" not in body or not 0 < body.count(b"\\ud") + body.count(b"\\uD") <= MOST_HALVES:
+        return body  # The first look is the quick one: a large text without any escape is not counted through.
     return _HALF_CHARACTER.sub(b"\\\\ufffd", body)
 
 

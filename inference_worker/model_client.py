@@ -183,10 +183,13 @@ class HttpModelClient:
             chunks.append(chunk)
         if not chunks and 200 <= response.status < 300 and _endless(response):
             raise ModelCut("the connection was closed after the headers of an answer without a length")
+        body = b"".join(chunks)
+        if len(body) > UNCOUNTED_BYTES:
+            await asyncio.sleep(0)  # It will be parsed and written whole: others may run in between.
         return Answer(
             status_code=response.status,
             reason=_readable(response.reason or ""),
-            body=b"".join(chunks),
+            body=body,
             ttft_s=_seconds(response.headers.get(self._ttft_header)),
             tbt_s=_seconds(response.headers.get(self._tbt_header)),
             retry_after_s=retry_after_s(response.headers.get("Retry-After"), self._now()),
