@@ -1,11 +1,12 @@
 """A model client over several gateways: one client, and so one pool of connections, for each scheme and host.
 
-The base URLs are those of the configuration, so there are at most as many clients as that names. A gateway that hangs
-has no part in the calls to others. Where a call goes is said by its `base_url` (`addressing.py`), not found out here.
+The base URLs are those of the configuration, so there are at most as many clients as that names; they may become others
+(`open`, `keep`). A gateway that hangs has no part in the calls to others. Where a call goes is said by its `base_url`
+(`addressing.py`), not found out here.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Protocol, Self
 
@@ -26,15 +27,26 @@ class RoutedModel:
 
     def __init__(self, base_urls: Iterable[str], open_client: Callable[[str], Closable]) -> None:
         """`open_client` makes the client of one scheme and host, within a running loop."""
-        origins: dict[str, Closable] = {}
-        clients: dict[str, Closable] = {}
+        self._open_client = open_client
+        self._clients: dict[str, Closable] = {}
+        self._by_host: dict[str, Closable] = {}
+        self.open(base_urls)
+
+    def open(self, base_urls: Iterable[str]) -> None:
+        """Call these, too; those that are there already keep their connections."""
         for base_url in base_urls:
             host = origin(base_url)
-            if host not in origins:
-                origins[host] = open_client(host)
-            clients[base_url] = origins[host]
-        self._clients: Mapping[str, Closable] = clients
-        self._by_host: Mapping[str, Closable] = origins
+            if host not in self._by_host:
+                self._by_host[host] = self._open_client(host)
+            self._clients[base_url] = self._by_host[host]
+
+    async def keep(self, base_urls: Iterable[str]) -> None:
+        """Call no others any more, and close the connections to hosts that none of them has."""
+        kept = set(base_urls)
+        self._clients = {base_url: client for base_url, client in self._clients.items() if base_url in kept}
+        hosts = {origin(base_url) for base_url in self._clients}
+        left = [host for host in self._by_host if host not in hosts]
+        await _closed([self._by_host.pop(host) for host in left])
 
     async def __aenter__(self) -> Self:
         return self
@@ -44,9 +56,7 @@ class RoutedModel:
 
     async def close(self) -> None:
         """Close every connection to every gateway, also where one of them fails to."""
-        async with AsyncExitStack() as stack:
-            for client in self._by_host.values():
-                stack.push_async_callback(client.close)
+        await _closed(list(self._by_host.values()))
 
     async def infer(
         self,
@@ -84,3 +94,9 @@ class RoutedModel:
         async with asyncio.TaskGroup() as group:
             for client in clients:
                 group.create_task(client.warm(each))
+
+
+async def _closed(clients: Sequence[Closable]) -> None:
+    async with AsyncExitStack() as stack:
+        for client in clients:
+            stack.push_async_callback(client.close)
