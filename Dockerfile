@@ -2,6 +2,10 @@
 #
 #   docker build -t inference-worker .
 #
+# With what `process --transport gcp-pubsub` needs besides:
+#
+#   docker build --build-arg REQUIREMENTS=requirements-pubsub.txt -t inference-worker .
+#
 # Behind a proxy that opens TLS, hand in the authorities; they are used for pip and stay out of the image:
 #
 #   docker build --secret id=ca,src=/etc/ssl/certs/ca-certificates.crt -t inference-worker .
@@ -9,11 +13,12 @@
 ARG PYTHON_IMAGE=python:3.13-slim
 
 FROM ${PYTHON_IMAGE} AS build
+ARG REQUIREMENTS=requirements.txt
 WORKDIR /src
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore
 # A venv without pip: what is copied has what the worker imports, and nothing that installs.
 RUN python3 -m venv --without-pip /opt/inference-worker
-COPY requirements.txt ./
+COPY ${REQUIREMENTS} ./requirements.txt
 RUN --mount=type=secret,id=ca,target=/run/ca.pem,required=false \
     if [ -s /run/ca.pem ]; then export PIP_CERT=/run/ca.pem; fi && \
     python3 -m pip --python /opt/inference-worker install --quiet --only-binary :all: --require-hashes -r requirements.txt

@@ -8,18 +8,20 @@ import signal
 import ssl
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import httpx
 import structlog
 
 from inference_worker import logs
-from inference_worker.billing.cloudevents import CroesusSink, usage_event
+from inference_worker.billing.cloudevents import usage_event
+from inference_worker.billing.making import billing_sink
 from inference_worker.config.settings import Settings, warnings
 from inference_worker.config.values import without_user
 from inference_worker.disposition import Token
 from inference_worker.errors import TransportLost
+from inference_worker.extensions import Extensions
 from inference_worker.fleet_reporter import FleetReporter
 from inference_worker.health_checker import HealthChecker
 from inference_worker.listener import Listener
@@ -46,6 +48,7 @@ MOST_HELD_BYTES: Final = 256 * 1024 * 1024
 """Message bodies and answers in memory at once, whatever their number."""
 
 MOST_RECORDS: Final = 10_000
+PAUSED: Final = "paused by an operator"
 SCRAPE_S: Final = 5.0
 BROKERS: Final[Mapping[str, str]] = {"rabbitmq": "rabbitmq", "redis-streams": "redis_streams", "memory": "queue"}
 """What the broker is called where it is one of several conditions."""
@@ -102,10 +105,33 @@ Beside = Callable[[asyncio.Event], Coroutine[object, object, None]]
 """Something that runs beside the pools, until they have drained."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Serving:
+    """A pool at work."""
+
+    listener: Listener
+    reporter: FleetReporter
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> None:
+        """Until told to stop; the fleet hears of it until it has drained."""
+        drained = asyncio.Event()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.reporter.run(drained), name="fleet")
+                try:
+                    await self.listener.run(self.stop)
+                finally:
+                    drained.set()
+        finally:
+            self.ended.set()
+
+
 class Worker:
     """Pools of slots, each with its listener and processor, and what they share: health, metrics, billing, traces.
 
-    A sidecar has one pool, over one queue and without a gate.
+    A sidecar has one pool, over one queue and without a gate. Where there are several, they come and go while it works.
     """
 
     def __init__(
@@ -119,18 +145,21 @@ class Worker:
         budget: ByteBudget,
         tls: ssl.SSLContext | None,
         tracer: Tracer,
+        metrics: WorkerMetrics | None = None,
         page: Page | None = None,
         beside: Sequence[Beside] = (),
         asks_health: bool = True,
         infer_timeout_s: float | None = None,
         grace_s: float | None = None,
     ) -> None:
-        """`asks_health` is off where there is no one model whose health could be asked."""
+        """`asks_health` is off where there is no one model whose health could be asked. `metrics` are those of what the
+        pools share; without them, of the first pool.
+        """
         self._settings = settings
         self._outside = outside
         self._stores = stores
         self._tls: ssl.SSLContext | bool = tls if tls is not None else True
-        self.metrics = pools[0].metrics
+        self.metrics = pools[0].metrics if metrics is None else metrics
         self._tracer = tracer
         self._budget = budget
         self._beside = beside
@@ -141,8 +170,9 @@ class Worker:
         self._started_at = outside.now()
         self._stopping = False
         self._debugging = False
+        self._paused = False
         self._scrape_said: dict[str, str] = {}
-        shared = Shared(
+        self._shared = Shared(
             store=stores.results,
             model=model,
             model_health=self.model_health,
@@ -161,10 +191,12 @@ class Worker:
             store_patience_s=settings.redis.retry_delay_s,
             grace_s=settings.ops.shutdown_grace_s if grace_s is None else grace_s,
         )
-        self.pools: Mapping[str, Pool] = {pool.name: pool for pool in pools}
-        self.listeners: Listeners = {pool.name: listener_of(pool, shared) for pool in pools}
-        self.listener = self.listeners[pools[0].name]
-        """The one of a sidecar."""
+        self.pools: dict[str, Pool] = {}
+        self.listeners: dict[str, Listener] = {}
+        self._serving: dict[str, Serving] = {}
+        self._listening: asyncio.TaskGroup | None = None
+        for pool in pools:
+            self.add(pool)
         self._page = page or Page(
             host=settings.ops.host,
             ports={"WORKER_HTTP_PORT": settings.ops.port},
@@ -173,6 +205,50 @@ class Worker:
             status=self._status_of_one,
         )
         self.model_health.watch(self._model_changed)
+
+    @property
+    def listener(self) -> Listener:
+        """The one of a sidecar."""
+        return next(iter(self.listeners.values()))
+
+    @property
+    def stopping(self) -> bool:
+        """It was told to stop."""
+        return self._stopping
+
+    # ------------------------------------------------------------ pools that come and go
+
+    def add(self, pool: Pool) -> None:
+        """Have a pool work: from the start, or from now on."""
+        listener = listener_of(pool, self._shared)
+        self.pools[pool.name], self.listeners[pool.name] = pool, listener
+        if self.model_health.ok:
+            self._model_of(pool, listener, True, "")
+        if self._paused:
+            listener.suspend_consuming("operator", PAUSED)
+        serving = self._serving[pool.name] = Serving(listener=listener, reporter=self._fleet_reporter(pool, listener))
+        if self._listening is not None:
+            self._begin(self._listening, pool.name, serving)
+
+    def remove(self, name: str) -> asyncio.Event:
+        """Have a pool drain as at the end of all; the event is set once it has ended."""
+        del self.pools[name], self.listeners[name]
+        serving = self._serving.pop(name)
+        serving.stop.set()
+        if self._listening is None:
+            serving.ended.set()
+        return serving.ended
+
+    def resize(self, name: str, slots: int) -> None:
+        """Let a pool have so many slots from now on."""
+        self.pools[name] = replace(self.pools[name], slots=slots)
+        self.listeners[name].resize(slots)
+        self._serving[name].reporter.slots = slots
+
+    def _begin(self, group: asyncio.TaskGroup, name: str, serving: Serving) -> None:
+        if self._stopping:
+            serving.stop.set()
+        group.create_task(serving.run(), name=f"listener of {name}")
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until told to stop: then the listener drains, and only after that do the others end, billing last but one.
@@ -196,17 +272,19 @@ class Worker:
                     report(self._reporter(scraper), drainer, drained), name="metrics and billing reporter"
                 )
                 group.create_task(self._tracer.run(drained), name="traces")
-                for name, listener in self.listeners.items():
-                    reporter = self._fleet_reporter(self.pools[name], listener)
-                    group.create_task(reporter.run(drained), name=f"fleet of {name}")
                 for task in self._beside:
                     group.create_task(task(drained))
-                group.create_task(self._note_stopping(stop, drained), name="stop watch")
                 try:
                     async with asyncio.TaskGroup() as listening:
-                        for name, listener in self.listeners.items():
-                            listening.create_task(listener.run(stop), name=f"listener of {name}")
+                        for name, serving in self._serving.items():
+                            self._begin(listening, name, serving)
+                        self._listening = listening
+                        await stop.wait()
+                        self._stopping = True
+                        for serving in self._serving.values():
+                            serving.stop.set()
                 finally:
+                    self._listening = None
                     drained.set()
 
     # ------------------------------------------------------------ for probes and people
@@ -260,19 +338,21 @@ class Worker:
 
     def pause(self) -> None:
         """See `ops_server.Controls`."""
-        log.warning("paused by an operator")
+        log.warning(PAUSED)
+        self._paused = True
         for listener in self.listeners.values():
-            listener.suspend_consuming("operator", "paused by an operator")
+            listener.suspend_consuming("operator", PAUSED)
 
     def resume(self) -> None:
         """See `ops_server.Controls`."""
         log.warning("resumed by an operator")
+        self._paused = False
         for listener in self.listeners.values():
             listener.resume_consuming("operator")
 
     def toggle_pause(self) -> None:
         """Pause, or resume: for a signal, which can only say one thing."""
-        if "operator" in self.listener.suspended:
+        if self._paused:
             self.resume()
         else:
             self.pause()
@@ -360,10 +440,11 @@ class Worker:
         )
 
     async def _drainer(self, stack: AsyncExitStack) -> BillingDrainer | None:
-        url = self._settings.billing.url
-        if url is None:
+        sink = await stack.enter_async_context(
+            billing_sink(self._settings, Extensions(), now=self._outside.now, verify=self._tls)
+        )
+        if sink is None:
             return None
-        sink = await stack.enter_async_context(CroesusSink(url.now, now=self._outside.now, verify=self._tls))
         return BillingDrainer(
             self._stores.outbox,
             sink,
@@ -373,7 +454,7 @@ class Worker:
         )
 
     def _usage_event(self, request: InferenceRequest, reply: Reply, usage: Usage) -> bytes | None:
-        if self._settings.billing.url is None:
+        if not self._settings.billing.on:
             return None
         identity = self._settings.identity
         return usage_event(
@@ -388,16 +469,14 @@ class Worker:
 
     def _model_changed(self, ok: bool, reason: str) -> None:
         for name, listener in self.listeners.items():
-            self.pools[name].metrics.peer("model", ok)
-            if ok:
-                listener.resume_consuming("model")
-            else:
-                listener.suspend_consuming("model", reason)
+            self._model_of(self.pools[name], listener, ok, reason)
 
-    async def _note_stopping(self, stop: asyncio.Event, drained: asyncio.Event) -> None:
-        await stop.wait()
-        self._stopping = True
-        await drained.wait()
+    def _model_of(self, pool: Pool, listener: Listener, ok: bool, reason: str) -> None:
+        pool.metrics.peer("model", ok)
+        if ok:
+            listener.resume_consuming("model")
+        else:
+            listener.suspend_consuming("model", reason)
 
     # ------------------------------------------------------------ what the reporter asks for
 
@@ -425,7 +504,7 @@ class Worker:
 
     async def _ready_messages(self) -> int | None:
         ready: int | None = None
-        for listener in self.listeners.values():
+        for listener in list(self.listeners.values()):  # Others may come and go meanwhile.
             if listener.transport is not None:
                 with suppress(TransportLost):
                     ready = (ready or 0) + (await listener.transport.backlog()).ready
@@ -515,7 +594,7 @@ def tracer_of(settings: Settings, system: str, queue_ids: Mapping[str, str] | No
         # Where there are several queues there is no one model.
         model=identity.hf_model_id if queue_ids is None else "",
         model_url=settings.model.url_now if queue_ids is None else lambda: "",
-        queue_ids=queue_ids or {},
+        queue_ids={} if queue_ids is None else queue_ids,
     )
 
 
@@ -626,6 +705,7 @@ def rabbitmq_connect(
             dead_letter_routing_key=rabbitmq.dlx_routing_key,
             queue_type=rabbitmq.queue_type,
             delivery_limit=rabbitmq.delivery_limit,
+            max_priority=rabbitmq.max_priority,
         ),
         store=store,
         metrics=metrics,

@@ -14,10 +14,12 @@ from typing import Any, Final, Literal
 import httpx
 import msgspec
 
-from inference_worker.config.parts import StreamsSettings
+from inference_worker.billing.making import sink_problems
+from inference_worker.config.parts import CROESUS, StreamsSettings
 from inference_worker.config.settings import Settings, describe, warnings
 from inference_worker.config.values import is_off, without_user
 from inference_worker.errors import StoreUnavailable, TransportLost
+from inference_worker.extensions import Extensions
 from inference_worker.redis_scripts import PROBE, RedisCommands, RedisLink, RedisTls
 from inference_worker.results.redis import probe_key
 from inference_worker.rmq_look import Found, look
@@ -33,7 +35,7 @@ SET: Final = "CONFIG SET"
 MOST_BODY_BYTES: Final = 1_048_576
 OURS: Final = (
     *("RABBITMQ_", "REDIS_", "MODEL_", "METRICS_", "METRIC_", "INFERENCE_", "HEALTH_", "WORKER_", "GATEWAY_"),
-    *("TLS_", "LOG_", "VLLM_", "DCGM_", "CROESUS_", "CLAIM_", "SHUTDOWN_", "DEPLOYMENT_", "REPLICA_"),
+    *("TLS_", "LOG_", "VLLM_", "DCGM_", "CROESUS_", "BILLING_", "CLAIM_", "SHUTDOWN_", "DEPLOYMENT_", "REPLICA_"),
     *("IWL_", "SCALE_", "SCALER_", "TRANSPORT"),
 )
 """How our variables begin."""
@@ -155,6 +157,7 @@ async def _rabbitmq(settings: Settings) -> list[Finding]:
             queue=queue,
             queue_type=rabbitmq.queue_type,
             delivery_limit=rabbitmq.delivery_limit,
+            max_priority=rabbitmq.max_priority,
             exchange=rabbitmq.dlx,
             dead_letter_queue=rabbitmq.dlq,
             routing_key=rabbitmq.dlx_routing_key,
@@ -420,6 +423,12 @@ async def _metric_server(settings: Settings) -> list[Finding]:
 
 
 async def _billing(settings: Settings) -> list[Finding]:
+    name = settings.billing.sink
+    if name != CROESUS:
+        extensions = Extensions()
+        if problems := sink_problems(settings, extensions):
+            return [failed("billing", problem, "docs/extending.md") for problem in problems]
+        return [Finding(what="billing", word="ok", detail=f"{name}, of {extensions.said_of('billing sink', name)}")]
     return [await _sink(settings, "billing", settings.billing.url_now(), "CROESUS_HOST")]
 
 

@@ -8,11 +8,12 @@ import asyncio
 import resource
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, assert_never
 
 import httpx
+from prometheus_client import CollectorRegistry
 
 from inference_worker.assembly import Outside, redis_tls
 from inference_worker.check import (
@@ -30,21 +31,25 @@ from inference_worker.check import (
     variables,
 )
 from inference_worker.check_command import show_report
-from inference_worker.config.documents import GateConfig, QueueConfig
+from inference_worker.config.documents import GateConfig, QueueConfig, TransportConfig
 from inference_worker.config.doubts import doubts, named
 from inference_worker.config.gate_tree import GateTree, gate_tree
 from inference_worker.config.settings import describe
 from inference_worker.config.values import without_user
 from inference_worker.errors import StoreUnavailable, TransportLost
+from inference_worker.extensions import GROUPS
 from inference_worker.gates.from_metrics import Surroundings
 from inference_worker.gates.making import Around, Owner, gate_of
 from inference_worker.gates.redis_gates import DrainLimit
 from inference_worker.gates.saturation import Seen
 from inference_worker.ports import Backlog, Gate
 from inference_worker.process import gateway_tls
+from inference_worker.process_extensions import Process, connect_of
 from inference_worker.process_setup import ProcessSetup
+from inference_worker.pubsub_values import DENIED, PubsubLink
 from inference_worker.redis_modes import RedisPlace, redis_place
 from inference_worker.redis_scripts import PROBE, RedisCommands, RedisLink
+from inference_worker.results.memory import MemoryStore
 from inference_worker.results.redis import probe_key
 from inference_worker.rmq_look import look
 from inference_worker.timing import ended
@@ -109,24 +114,17 @@ def _configuration(setup: ProcessSetup, environ: Mapping[str, str]) -> list[Find
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if most_files == resource.RLIM_INFINITY:
         most_files = 2**31
-    said = f"{len(documents.transport.queues)} queues, {len(documents.pools)} pools, {documents.merge.type}"
+    said = f"{len(documents.transport.queues)} queues, {len(documents.pools)} pools, {documents.merge.name}"
     return [
         Finding(what="configuration", word="ok", detail=f"{said}; {len(describe())} variables, none of them wrong"),
         *(Finding(what="flags", word="warning", detail=note) for note in setup.flags.notes),
-        *_without_effect(setup),
         *unknown_variables(environ),
+        *_extensions(setup),
         *(
             Finding(what=doubt.what, word="warning", detail=doubt.detail, mend=doubt.mend)
             for doubt in doubts(documents, most_files=most_files)
         ),
     ]
-
-
-def _without_effect(setup: ProcessSetup) -> list[Finding]:
-    if not setup.flags.watch_interval_s:
-        return []
-    detail = "--transport-config-watch-interval has no effect: queues are read when it starts"
-    return [Finding(what="flags", word="warning", detail=detail, mend="restart it after a change")]
 
 
 def _neighbours(
@@ -136,7 +134,14 @@ def _neighbours(
     asked: list[tuple[str, Rows]] = []
     if kind == "rabbitmq":
         asked.append(("RabbitMQ", partial(_rabbitmq, setup)))
-    asked.append(("Redis", partial(_redis, setup)))
+    if kind == "sql":
+        asked.append(("Postgres", partial(_postgres, setup)))
+    else:
+        asked.append(("Redis", partial(_redis, setup)))
+    if kind == "gcp-pubsub":
+        asked.append(("Pub/Sub", partial(_pubsub, setup)))
+    if kind == "extension":
+        asked.append((f"transport {setup.documents.transport.name}", partial(_of_another_package, setup)))
     if kind == "redis-sortedset":
         asked.append(("changes", partial(_changes, setup)))
     for url, queues in _gateways(setup).items():
@@ -213,7 +218,7 @@ async def _redis(setup: ProcessSetup) -> list[Finding]:
             case "redis-streams":
                 assert isinstance(link, RedisLink)  # Only sorted sets have other modes.
                 return rows + await _queues(transport.queues, partial(_stream, link, settings.streams.group))
-            case "rabbitmq":
+            case "rabbitmq" | "sql" | "gcp-pubsub" | "redis-pubsub" | "extension":
                 return rows
             case _:
                 assert_never(transport.kind)
@@ -292,6 +297,72 @@ def _dead_letters(name: str, dead: int, mend: str) -> list[Finding]:
     return [Finding(what="dead letters", word="warning", detail=f"{name}: {dead} dead letters", mend=mend)]
 
 
+async def _pubsub(setup: ProcessSetup) -> list[Finding]:
+    """Whether each subscription is there, and is one that loses nothing."""
+    from inference_worker.process_pubsub import pubsub_link_of
+
+    transport = setup.documents.transport
+    try:
+        async with pubsub_link_of(setup.settings) as link:
+            return await _queues(transport.queues, partial(_subscription, link, transport))
+    except StoreUnavailable as exc:
+        return [failed("Pub/Sub", str(exc), "GOOGLE_APPLICATION_CREDENTIALS, or the identity of the workload")]
+
+
+async def _subscription(link: PubsubLink, transport: TransportConfig, queue: QueueConfig) -> list[Finding]:
+    from inference_worker.process_pubsub import pubsub_names
+
+    what, name = f"queue {queue.id}", pubsub_names(transport, queue).subscription
+    try:
+        seen = await link.look(name)
+    except StoreUnavailable as exc:
+        if exc.code == DENIED:
+            return [Finding(what=what, word="ok", detail=f"{name} may not be looked at, which pulling does not need")]
+        return [failed(what, f"{name}: {exc}", "project_id and subscriber_id, and that the subscription was created")]
+    rows = [Finding(what=what, word="ok", detail=f"{name} of {seen.topic}: deadline {seen.ack_deadline_s} s")]
+    if not seen.exactly_once:
+        detail = f"{name} has no exactly-once delivery: a request may run twice where a lease has lapsed"
+        rows.append(Finding(what=what, word="warning", detail=detail, mend="create it with exactly-once delivery"))
+    if not seen.dead_letter_topic:
+        detail = f"{name} has no dead-letter topic: what is no request is answered, and kept nowhere"
+        rows.append(Finding(what=what, word="warning", detail=detail, mend="a dead-letter policy of 100 attempts"))
+    return rows
+
+
+async def _postgres(setup: ProcessSetup) -> list[Finding]:
+    """Whether it takes writes, tells of changes and keeps what it has acknowledged, and each queue's backlog."""
+    from inference_worker.process_sql import sql_place_of
+    from inference_worker.sql_place import queue_channel
+    from inference_worker.transports.sql import sql_backlog
+
+    address, queues = setup.settings.sql.address, setup.documents.transport.queues
+
+    async def one(queue: QueueConfig) -> list[Finding]:
+        backlog = await sql_backlog(place.link, queue.queue_name)
+        (dead,) = await place.link.row("select count(*) from iw_dead where queue = $1", queue.queue_name)
+        mend = f"inference-worker dlq list --sql {queue.queue_name}"
+        return [_backlog(queue, backlog), *_dead_letters(queue.queue_name, dead, mend)]
+
+    try:
+        async with sql_place_of(setup.settings, setup.documents.transport) as place:
+            version, synchronous = await place.link.row(
+                "select current_setting('server_version'), current_setting('synchronous_commit')"
+            )
+            await place.link.fetch("select iw1_want('iw_check', 'check', 1)")
+            rows = [Finding(what="Postgres", word="ok", detail=f"{address}, {version}, takes writes")]
+            if synchronous == "off":
+                detail = "synchronous_commit is off: a crash of the server loses what it has acknowledged"
+                mend = "switch it on, or have those who submit do it anew"
+                rows.append(Finding(what="Postgres", word="warning", detail=detail, mend=mend))
+            channel = queue_channel("check")
+            with place.ears.hearing(channel, lambda _: None):
+                await place.ears.stands(channel)
+            return rows + await _queues(queues, one)
+    except StoreUnavailable as exc:
+        mend = "SQL_URL: is it the right address, does Postgres run, and may its user make tables? See docs/sql.md"
+        return [failed("Postgres", f"{address}: {exc}", mend)]
+
+
 async def _changes(setup: ProcessSetup) -> list[Finding]:
     try:
         async with (
@@ -307,6 +378,49 @@ async def _changes(setup: ProcessSetup) -> list[Finding]:
     detail = "CLIENT TRACKING is not offered: each queue is looked at some twenty times a second"
     mend = "a Redis from 6 on, or Valkey, without a proxy between; the ACL category @connection"
     return [Finding(what="changes", word="warning", detail=detail, mend=mend)]
+
+
+# ---------------------------------------------------------------- other packages
+
+
+def _extensions(setup: ProcessSetup) -> list[Finding]:
+    """Where what is not built in comes from, and what is never used since its name is built in."""
+    others = setup.extensions
+    return [
+        *(
+            Finding(what=f"extension {one.name}", word="ok", detail=f"{one.kind}, of {one.package} {one.version}")
+            for one in others.used
+        ),
+        *(
+            Finding(
+                what=f"extension {one.name}",
+                word="warning",
+                detail=f"the {one.kind} of {one.package} {one.version} is not used: its name is built in",
+                mend="another name for its entry point",
+            )
+            for kind in GROUPS
+            for one in others.hidden(kind)
+        ),
+    ]
+
+
+async def _of_another_package(setup: ProcessSetup) -> list[Finding]:
+    """Whether each queue can be opened, and its backlog, by the transport's own count."""
+    transport, identity = setup.documents.transport, setup.settings.identity
+    process = Process(now=lambda: 0.0, replica_id=f"{identity.replica_id}/check", lease_s=setup.settings.lease_s)
+    store = MemoryStore(now=process.now, lease_s=CHECK_S, ttl_s=CHECK_S)
+
+    async def ask(queue: QueueConfig) -> list[Finding]:
+        try:
+            connect = connect_of(transport, queue, process, setup.extensions, store, CollectorRegistry())
+            async with connect() as opened:
+                backlog = await opened.backlog()
+        except TransportLost as exc:
+            mend = f"docs of {setup.extensions.said_of('transport', transport.name)}"
+            return [failed(f"queue {queue.id}", f"{queue.queue_name}: {exc}", mend)]
+        return [_backlog(queue, backlog if backlog.how else replace(backlog, how=transport.name))]
+
+    return await _queues(transport.queues, ask)
 
 
 # ---------------------------------------------------------------- RabbitMQ
@@ -327,6 +441,7 @@ async def _rabbitmq(setup: ProcessSetup) -> list[Finding]:
                     queue=name,
                     queue_type=rabbitmq.queue_type,
                     delivery_limit=rabbitmq.delivery_limit,
+                    max_priority=rabbitmq.max_priority,
                     exchange=rabbitmq.dlx,
                     dead_letter_queue=rabbitmq.dlq,
                     routing_key=rabbitmq.dlx_routing_key,
@@ -484,6 +599,7 @@ def _place(
         seen=lambda _owner, _pool, seen: heard.note(seen),
         lent=lent,
         watched=watched,
+        extensions=setup.extensions,
     )
     return Place(owner=owner, tree=gate_tree(config), gate=gate_of(config, around, owner), heard=heard)
 

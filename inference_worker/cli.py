@@ -18,6 +18,7 @@ from inference_worker import logs
 from inference_worker.assembly import Outside, run_worker
 from inference_worker.check_command import run_check
 from inference_worker.check_process import run_check_process
+from inference_worker.client import MOST_PRIORITY
 from inference_worker.config.settings import Needs, Settings, load
 from inference_worker.dev import DevOptions, run_dev
 from inference_worker.dlq_command import DlqOptions, run_dlq
@@ -107,7 +108,7 @@ def _work(args: argparse.Namespace, unknown: Sequence[str], environ: Mapping[str
             submission = _submit_options(args)
             return lambda stop: run_submit(settings, submission, stop)
         case "dlq":
-            without_url: Needs = "client" if args.sorted_set is None else "process"
+            without_url: Needs = "client" if args.sorted_set is None and args.sql is None else "process"
             settings = _quiet(environ, needs=without_url if args.url is None else "dev")
             asked = _dlq_options(args)
             return lambda stop: run_dlq(settings, asked, outside.now, stop)
@@ -244,7 +245,8 @@ def _add_process(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "process",
         help="many queues, gates and worker pools, with the documents and flags of llm-d-async",
         description="Takes requests from the queues of the transport document, lets them pass the gates, calls the "
-        "gateways, and writes the results back, until SIGTERM or Ctrl-C. docs/many-queues.md has the documents. "
+        "gateways, and writes the results back, until SIGTERM or Ctrl-C; SIGHUP reads the documents again. "
+        "docs/many-queues.md has them. "
         "REDIS_URL and RABBITMQ_URL stand in for a URL that the document has not. "
         "Exit code 0: stopped as asked; 2: a flag, a document or a variable is wrong; 1: anything else.",
         usage="inference-worker process --transport KIND --transport-config-file FILE [--pool-config-file FILE] ...",
@@ -298,7 +300,8 @@ def _add_submit(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "and Redis of the environment (DEPLOYMENT_ID, RABBITMQ_URL, REDIS_URL; with TRANSPORT=redis-streams REDIS_URL "
         "alone), or over HTTP with --url. Exit code 0: all completed; 1: not; 2: used wrongly.",
         epilog="A line of the file is the request for the model; or an object with `payload` and perhaps `request_id`, "
-        "`timeout_s`, `endpoint`, `metadata`, `tenant`; or a line of an OpenAI batch, which is answered by one.",
+        "`timeout_s`, `endpoint`, `metadata`, `tenant`, `priority`; or a line of an OpenAI batch, which is answered by "
+        "one.",
     )
     submit.add_argument("file", nargs="?", metavar="FILE", help="JSONL; - or nothing is stdin")
     submit.add_argument("--prompt", metavar="TEXT", help="one request: a message of the user")
@@ -306,6 +309,9 @@ def _add_submit(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     submit.add_argument("--model", metavar="NAME", help="with --prompt (default HF_MODEL_ID, where that is set)")
     submit.add_argument("--endpoint", metavar="PATH", help="with --prompt and --payload (default MODEL_INFER_PATH)")
     submit.add_argument("--tenant", metavar="NAME", help="with --prompt and --payload: whom to bill")
+    submit.add_argument(
+        "--priority", type=_priority, metavar="N", help="with --prompt and --payload: 0 to 255, higher goes first"
+    )
     submit.add_argument("--request-id", metavar="ID", help="with --prompt and --payload: an id of your own")
     submit.add_argument(
         "--timeout", type=_above_0, default=60.0, metavar="S", help="of a request that has none of its own (default 60)"
@@ -327,7 +333,8 @@ def _add_dlq(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         description="Works with the dead letters of this queue (INFERENCE_DLQ; IWL_DLQ_STREAM with "
         "TRANSPORT=redis-streams), over the broker and Redis of the environment (DEPLOYMENT_ID, RABBITMQ_URL, "
         "REDIS_URL; with TRANSPORT=redis-streams REDIS_URL alone), or over a gateway with --url and an operator's "
-        "GATEWAY_API_KEY. With --sorted-set of that queue of `process`, in the Redis of REDIS_URL alone.",
+        "GATEWAY_API_KEY. With --sorted-set of that queue of `process`, in the Redis of REDIS_URL alone; with --sql of "
+        "one in the Postgres of SQL_URL.",
     )
     actions = dlq.add_subparsers(dest="do", metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="why, when, how often tried, last status: a line for each")
@@ -348,6 +355,7 @@ def _add_dlq(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         action.add_argument("--json", action="store_true", help="JSON lines")
         action.add_argument("--url", metavar="URL", help="over the HTTP intake of dev, or of a gateway as an operator")
         action.add_argument("--sorted-set", metavar="QUEUE", help="of this queue of `process`: redis-sortedset")
+        action.add_argument("--sql", metavar="QUEUE", help="of this queue of `process`: sql, at SQL_URL")
     for action in (replay, purge):
         action.add_argument("--everything", action="store_true", help="where no other choice is made")
         action.add_argument("--dry-run", action="store_true", help="say what would be done")
@@ -363,6 +371,8 @@ def _wrong_together(args: argparse.Namespace) -> str | None:
         return "gateway: --operator goes with --new-key"
     if args.command in ("submit", "dlq") and args.url is not None and not re.match(r"https?://[^/]", args.url):
         return f"{args.command}: --url: {args.url!r} does not begin with http:// or https:// and a host"
+    if args.command == "dlq" and args.sql is not None and (args.url is not None or args.sorted_set is not None):
+        return "dlq: --sql goes with neither --url nor --sorted-set: it names another queue"
     if args.command == "dlq" and args.url is not None and args.sorted_set is not None:
         return "dlq: --sorted-set does not go with --url; a gateway stands before other queues"
     if args.command != "submit":
@@ -373,7 +383,7 @@ def _wrong_together(args: argparse.Namespace) -> str | None:
         given = " and ".join("FILE" if name == "file" else f"--{name}" for name in (*many, *one))
         return f"submit: {given} do not go together; give one of FILE, --prompt, --payload, --resume"
     if not one:
-        for name in ("model", "endpoint", "tenant", "request_id"):
+        for name in ("model", "endpoint", "tenant", "priority", "request_id"):
             if getattr(args, name) is not None:
                 option = name.replace("_", "-")
                 return f"submit: --{option} goes with --prompt or --payload; in a file each line has its own"
@@ -401,6 +411,7 @@ def _submit_options(args: argparse.Namespace) -> SubmitOptions:
         endpoint=args.endpoint,
         timeout_s=args.timeout,
         tenant=args.tenant,
+        priority=args.priority,
         request_id=args.request_id,
         output=args.output,
         resume=args.resume,
@@ -426,6 +437,7 @@ def _dlq_options(args: argparse.Namespace) -> DlqOptions:
         json=args.json,
         url=args.url,
         sorted_set=args.sorted_set,
+        sql=args.sql,
         **changes,
     )
 
@@ -503,6 +515,13 @@ def _above_0(text: str) -> float:
     value = _seconds(text)
     if value == 0:
         raise argparse.ArgumentTypeError("0 is not above 0")
+    return value
+
+
+def _priority(text: str) -> int:
+    value = _count(text)
+    if value > MOST_PRIORITY:
+        raise argparse.ArgumentTypeError(f"{text} is above {MOST_PRIORITY}")
     return value
 
 

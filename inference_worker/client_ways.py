@@ -72,6 +72,7 @@ class Request:
     endpoint: str | None = None
     metadata: dict[str, str] = field(default_factory=dict)
     tenant: str | None = None
+    priority: int | None = None
 
 
 class Way(Protocol):
@@ -158,7 +159,7 @@ def _store(link: RedisLink, told: Notifications, deployment_id: str, name: str, 
 class Publishes(Protocol):
     """Puts a message into the queue and returns once the broker has it, or raises `NotAccepted`."""
 
-    async def publish(self, body: bytes, *, message_id: str, within_s: float) -> None: ...
+    async def publish(self, body: bytes, *, message_id: str, within_s: float, priority: int | None = None) -> None: ...
 
 
 class _StreamProducer:
@@ -170,7 +171,9 @@ class _StreamProducer:
         self._now = now
         self._rng = random.Random()
 
-    async def publish(self, body: bytes, *, message_id: str, within_s: float) -> None:
+    async def publish(self, body: bytes, *, message_id: str, within_s: float, priority: int | None = None) -> None:
+        if priority is not None:
+            raise NotSupported("a stream has no priorities: leave priority out")
         why, pause_s = "no answer", FIRST_PAUSE_S
         try:
             async with asyncio.timeout(within_s):
@@ -207,7 +210,7 @@ class _Direct:
             metadata=request.metadata,
             tenant=request.tenant,
         )
-        await self._producer.publish(body, message_id=request_id, within_s=within_s)
+        await self._producer.publish(body, message_id=request_id, within_s=within_s, priority=request.priority)
         return request_id
 
     async def look(self, request_id: str, within_s: float) -> Result | None:
@@ -268,6 +271,8 @@ class _Http:
     async def submit(self, request: Request, within_s: float) -> str:
         if request.tenant is not None:
             raise NotSupported("over HTTP the tenant is that of the API key; leave it out")
+        if request.priority is not None:
+            raise NotSupported("over HTTP there are no priorities: leave priority out")
         body: dict[str, object] = {"payload": msgspec.Raw(request.payload), "timeout_s": request.timeout_s}
         if request.endpoint is not None:
             body["endpoint"] = request.endpoint

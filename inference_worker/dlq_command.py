@@ -44,6 +44,8 @@ class DlqOptions:
     """Of a gateway; None for the broker and Redis of the settings."""
     sorted_set: str | None = None
     """A queue in a sorted set of that Redis, in place of the queue of the settings."""
+    sql: str | None = None
+    """A queue in the Postgres of the settings, in place of the queue of the settings."""
 
     def filter(self, queue: str) -> Filter:
         return Filter(
@@ -103,7 +105,8 @@ def _not_asked(exc: Exception, options: DlqOptions) -> str:
     if options.url is None and isinstance(exc, TransportLost):
         return "RabbitMQ cannot be asked (RABBITMQ_URL): "
     if options.url is None and isinstance(exc, StoreUnavailable):
-        return "Redis cannot be asked (REDIS_URL): "
+        where = "Redis cannot be asked (REDIS_URL): "
+        return where if options.sql is None else "Postgres cannot be asked (SQL_URL): "
     return ""
 
 
@@ -123,11 +126,13 @@ class _Direct:
         self._options = options
         self._now = now
         self._stop = stop
-        self._reach = reach_of(settings, now, sorted_set=options.sorted_set)
-        self._meant = options.filter(options.sorted_set or settings.queue)
+        self._reach = reach_of(settings, now, sorted_set=options.sorted_set, sql=options.sql)
+        self._meant = options.filter(options.sorted_set or options.sql or settings.queue)
         source = settings.streams.dead_letters if settings.over_streams else settings.rabbitmq.dlq
         if options.sorted_set is not None:
             source = f"{options.sorted_set}:dead"
+        elif options.sql is not None:
+            source = f"iw_dead of {options.sql}"
         self._said = Saying(source, stop, as_json=options.json, with_queue=options.all_deployments)
 
     async def list_all(self) -> int:

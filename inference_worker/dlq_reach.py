@@ -32,11 +32,12 @@ def reach_of(
     broker: MemoryBroker | None = None,
     store: MemoryStore | None = None,
     sorted_set: str | None = None,
+    sql: str | None = None,
 ) -> Reach:
     """The way to the dead letters of the queue that the settings name, and to its results in Redis.
 
-    `sorted_set` names a queue in a sorted set of that Redis instead. `broker` and `store` take the place of either,
-    where they are embedded.
+    `sorted_set` names a queue in a sorted set of that Redis instead, `sql` one in the Postgres of the settings.
+    `broker` and `store` take the place of either, where they are embedded.
     """
 
     @asynccontextmanager
@@ -44,6 +45,10 @@ def reach_of(
         identity, tls = settings.identity, settings.tls
         name = "".join(c if "!" <= c <= "~" else "_" for c in f"inference-worker/{identity.deployment_id}/dlq")[:200]
         files = RedisTls(ca_file=tls.ca_file, cert_file=tls.cert_file, key_file=tls.key_file)
+        if sql is not None:
+            async with _in_postgres(settings, sql, name, now) as found:
+                yield found
+            return
         # It connects with the first question.
         async with RedisLink(settings.redis.url_now, lambda: None, client_name=name, tls=files).open() as link:
             results = store if store is not None else _results(settings, link)
@@ -59,6 +64,31 @@ def reach_of(
                 yield letters, results
 
     return reach
+
+
+@asynccontextmanager
+async def _in_postgres(
+    settings: Settings, queue: str, name: str, now: Callable[[], float]
+) -> AsyncGenerator[tuple[AnyLetters, Store], None]:
+    from inference_worker.results.sql import SqlStore
+    from inference_worker.sql_dead_letters import SqlDeadLetters
+    from inference_worker.sql_link import SqlTls
+    from inference_worker.sql_place import sql_place
+
+    tls = SqlTls(ca_file=settings.tls.ca_file, cert_file=settings.tls.cert_file, key_file=settings.tls.key_file)
+    async with sql_place(settings.sql.url_now, client_name=name, tls=tls, most_connections=2, sweeps=False) as place:
+        letters = SqlDeadLetters(place.link, queue=queue, now=now)
+        await letters.begin()
+        yield (
+            letters,
+            SqlStore(
+                place,
+                deployment_id=settings.identity.deployment_id,
+                replica_id="dlq",
+                lease_s=settings.lease_s,
+                ttl_s=settings.redis.response_ttl_s,
+            ),
+        )
 
 
 def _results(settings: Settings, link: RedisLink) -> RedisStore:

@@ -7,6 +7,7 @@ InferenceWorkerError
 ├── QueueFull                  the queue takes no more for now
 ├── GateFailed                 a gate cannot say whether a request may go
 ├── StoreUnavailable           the result store cannot be asked now; outcome unknown
+│   └── StatementRefused       Postgres has said no: nothing was done
 ├── ModelFailure               the model gave no usable answer
 │   ├── ModelGone              refused, reset, DNS: nobody is there
 │   ├── ModelCut               it answered, and stopped in the middle
@@ -67,7 +68,18 @@ class GateFailed(InferenceWorkerError):
 
 
 class StoreUnavailable(InferenceWorkerError):
-    """The result store gave no answer. What was asked may have been done, or may be done later."""
+    """The result store gave no answer. What was asked may have been done, or may be done later.
+
+    `code` is Postgres' own name for what happened (SQLSTATE), where there is one.
+    """
+
+    def __init__(self, reason: str = "", code: str = "") -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class StatementRefused(StoreUnavailable):
+    """Postgres did not carry a statement out, and said so."""
 
 
 class ModelFailure(InferenceWorkerError):

@@ -62,7 +62,8 @@ class FleetReporter:
         self._consumer = consumer
         self._replica_id = replica_id
         self._number = number_of(replica_id)
-        self._slots = slots
+        self.slots = slots
+        """They may become others while it runs."""
         self._model = model
         self._stopping = stopping
         self._now = now
@@ -96,7 +97,7 @@ class FleetReporter:
         return Beat(
             replica_id=self._replica_id,
             at=self._now(),
-            slots=self._slots,
+            slots=self.slots,
             in_flight=consumer.in_flight,
             consuming=consumer.state == "consuming",
             fit=not self._stopping() and _STILL_FIT.issuperset(consumer.suspended),

@@ -13,6 +13,7 @@ from typing import Final, Protocol, assert_never
 
 import structlog
 
+from inference_worker.addressing import Addressing
 from inference_worker.breaker import Breaker
 from inference_worker.disposition import (
     AT_ONCE,
@@ -148,6 +149,22 @@ class Listener:
             self._metrics.suspension(reason, False)
             self._changed.set()
 
+    def resize(self, limit: int) -> None:
+        """Hold so many messages from now on, and call the model as often at once; what runs is not interrupted."""
+        self._limit = limit
+        self._processor.resize(limit)
+        self._metrics.slots.set(limit)
+        self._changed.set()
+
+    def address(self, addressing: Addressing) -> None:
+        """Follow the routes of deliveries like this from now on."""
+        self._processor.address(addressing)
+
+    async def settled(self) -> None:
+        """Wait until what is in our hands now is settled or given back; what comes meanwhile is not waited for."""
+        if self._jobs:
+            await asyncio.wait(list(self._jobs))
+
     @property
     def in_flight(self) -> int:
         """Messages in our hands."""
@@ -179,6 +196,7 @@ class Listener:
                 await self._end_jobs()
                 self._end_pause()
                 self._enter("stopped")
+                self._store_health.unwatch(self._store_changed)
                 over.set()
 
     # ------------------------------------------------------------ the link
@@ -252,17 +270,24 @@ class Listener:
     @property
     def _limit_now(self) -> int:
         """One at a time while it is tried whether the model does its work again."""
-        return 1 if self.breaker.state == "trying" else self._limit
+        return 1 if self._trying else self._limit
+
+    @property
+    def _trying(self) -> bool:
+        return self.breaker.state == "trying"
 
     async def _take(self, transport: Transport, limit: int, stop: asyncio.Event) -> None:
-        """Take messages until something speaks against it, or another limit holds."""
+        """Take messages until something speaks against it, or the model is tried again, or was."""
         pump = asyncio.create_task(self._pump(transport), name="pump")
-        idle_looks, received = 0, self._received
+        idle_looks, received, trying = 0, self._received, self._trying
         try:
             while not (
-                stop.is_set() or transport.lost.is_set() or self.suspended or pump.done() or limit != self._limit_now
+                stop.is_set() or transport.lost.is_set() or self.suspended or pump.done() or trying != self._trying
             ):
                 self._changed.clear()
+                if limit != self._limit_now:
+                    limit = self._limit_now
+                    await transport.set_limit(limit)
                 await first_of(stop, transport.lost, self._changed, within_s=WATCHDOG_S)
                 busy = self._received != received or self.in_flight >= limit
                 idle_looks, received = 0 if busy else idle_looks + 1, self._received

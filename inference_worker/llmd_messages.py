@@ -145,6 +145,18 @@ def read_member(member: bytes) -> Member:
     return Envelope(kind=kind, routing=routing, request=_public(data, routing), data=data)
 
 
+def read_bare(body: bytes) -> Member:
+    """Read a public request that has no envelope around it, as it travels over Pub/Sub.
+
+    Raises:
+        MalformedRequest: with the field that is wrong, and the id where one can be read.
+    """
+    parts = _read(body, _fields, "the message")
+    if "request_id" in parts and "id" not in parts:
+        return OwnMessage(body=body)
+    return Envelope(kind="pubsub", routing=Routing(), request=_public(body, Routing()), data=body)
+
+
 def write_envelope(envelope: Envelope) -> bytes:
     """The member for a queue. The request is written as it came."""
     routing = envelope.routing

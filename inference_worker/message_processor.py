@@ -79,8 +79,11 @@ from inference_worker.ports import (
     Verdict,
 )
 from inference_worker.settling import release
+from inference_worker.stamping import overlaid
 from inference_worker.timing import first_of, stopped_within
 from inference_worker.tracing import UNTRACED
+from inference_worker.transforms.chain import Body, Unfit
+from inference_worker.transforms.shaping import AS_IT_CAME, Shaping
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -171,11 +174,13 @@ class MessageProcessor:
         max_crashes: int,
         store_patience_s: float,
         addressing: Addressing = ADDRESSING,
+        shaping: Shaping = AS_IT_CAME,
         answer_statuses: frozenset[int] = frozenset(),
         gate: PoolGate | None = None,
         saw: Saw = nobody_wants,
     ) -> None:
-        """`addressing` is for deliveries that have a route. `answer_statuses` are taken as 2xx are.
+        """`addressing` is for deliveries that have a route. `answer_statuses` are taken as 2xx are. `shaping` says what
+        is sent of a payload, and what is stored of an answer.
 
         `saw` hears what became of each call, for the gate of the queue that it came from.
         """
@@ -196,6 +201,7 @@ class MessageProcessor:
         self._max_crashes = max_crashes
         self._store_patience_s = store_patience_s
         self._addressing = addressing
+        self._shaping = shaping
         self._answer_statuses = answer_statuses
         self._gate = gate
         self._saw = saw
@@ -215,6 +221,16 @@ class MessageProcessor:
     def calls(self) -> int:
         """Requests that have a slot: they call the model, or are about to."""
         return self._slots - self._free_slots
+
+    def resize(self, slots: int) -> None:
+        """So many calls at once from now on; those that run end as they would."""
+        self._free_slots += slots - self._slots
+        self._slots = slots
+        self._slot_freed.set()
+
+    def address(self, addressing: Addressing) -> None:
+        """Follow routes like this from now on."""
+        self._addressing = addressing
 
     async def process(self, job: Job) -> Outcome:
         """Bring a delivery to an outcome. Ends early once the delivery is lost before its call, or on `stop`."""
@@ -245,11 +261,14 @@ class MessageProcessor:
                 return early
             if self._now() >= request.deadline:
                 return self._without_claim(job, request, 408, "expired", _expired(job))
+            if (unfit := self._shaping.refused(request)) is not None:
+                return self._without_claim(job, request, 400, "invalid_request", unfit.reason)
             if (early := await self._stand_back(job)) is not None:
                 return early
             if (early := await self._take_slot(job)) is not None:
                 return early
-            if self._gate is not None and (early := await self._pass_gate(job, request, self._gate)) is not None:
+            gate = self._gate if self._gate is not None and self._gate.stands else None
+            if gate is not None and (early := await self._pass_gate(job, request, gate)) is not None:
                 return early
             try:
                 outcome = await self._claim_and_call(job, request)
@@ -333,7 +352,7 @@ class MessageProcessor:
         return None
 
     async def _take_slot(self, job: Job) -> Outcome | None:
-        while self._free_slots == 0 and not job.has_slot:
+        while self._free_slots <= 0 and not job.has_slot:
             self._slot_freed.clear()
             await first_of(self._slot_freed, job.delivery.lost, self._stopping, within_s=self._wait_left_s(job))
             if (early := self._may_not_wait(job)) is not None:
@@ -507,6 +526,9 @@ class MessageProcessor:
         timeout_s = min(self._infer_timeout_s, left_s)
         if timeout_s <= 0:
             return Concluded(reply=self._failure(job, 408, "expired", _expired(job)), hold=hold)
+        body = self._shaping.body(request, job.delivery.route)
+        if isinstance(body, Unfit):
+            return Concluded(reply=self._failure(job, 400, "invalid_request", body.reason), hold=hold)
         loop = asyncio.get_running_loop()
         asked_at = loop.time()
         if job.permits is None and self._saw is not nobody_wants:
@@ -514,7 +536,7 @@ class MessageProcessor:
         if job.permits is not None:
             job.permits.sent(asked_at)
         with job.span.calling(request) as call:
-            answer = await self._answer(job, request, timeout_s, call.headers)
+            answer = await self._answer(job, request, body, timeout_s, call.headers)
             model_s = loop.time() - asked_at  # The wall clock may be set meanwhile.
             queue_s = max(begun - request.received_at, 0.0)
             timings = Timings(queue_s=queue_s, model_s=model_s)
@@ -550,23 +572,28 @@ class MessageProcessor:
                 assert_never(answer)
 
     async def _answer(
-        self, job: Job, request: InferenceRequest, timeout_s: float, headers: Mapping[str, str]
+        self, job: Job, request: InferenceRequest, body: Body, timeout_s: float, headers: Mapping[str, str]
     ) -> Answer | ModelFailure | None:
-        """What the model says. None: the call was closed from outside."""
+        """What the model says to a body, as its caller is to see it. None: the call was closed from outside."""
+        route = job.delivery.route
         address = self._addressing.of(job.delivery, request, headers)
         if address.skipped:
             log.debug("headers_not_sent", request_id=shown_id(request.request_id), names=address.skipped)
         job.ended_call_because, job.calling = None, asyncio.current_task()
         try:
-            return await self._model.infer(
+            answer = await self._model.infer(
                 endpoint=address.endpoint,
-                payload=request.payload,
-                stream=request.stream,
+                payload=body.content,
+                # What streams in answer to another body is of no shape that could be put together.
+                stream=request.stream and body.content_type is None,
                 request_id=request.request_id,
                 timeout_s=timeout_s,
-                headers=address.headers,
+                headers=_with_type(address.headers, body.content_type),
                 base_url=address.base_url,
             )
+            return self._shaping.answer(request, route, answer)
+        except BadResponse as exc:
+            return self._shaping.failure(request, route, exc)
         except ModelFailure as exc:
             return exc
         except asyncio.CancelledError:
@@ -730,6 +757,11 @@ class MessageProcessor:
             error=exc.reason,
             error_code="invalid_request",
         )
+
+
+def _with_type(headers: Mapping[str, str], content_type: str | None) -> Mapping[str, str]:
+    """With the type of what is sent, in place of the caller's in any letter case."""
+    return headers if content_type is None else overlaid(headers, {"Content-Type": content_type})
 
 
 def _handing_on(job: Job, reply: Reply, answer: Answer) -> Reply:

@@ -239,6 +239,14 @@ def encode_reply(reply: Reply) -> bytes:
     return msgspec.json.encode(body)
 
 
+def request_id_in(body: bytes, *, message_id: str | None, now: float) -> str | None:
+    """The id under which the result of a message lies, also of one that is no request; None where it has none."""
+    try:
+        return decode(body, message_id=message_id, infer_path="/", now=now).request_id
+    except MalformedRequest as exc:
+        return exc.request_id
+
+
 def shown_id(request_id: str) -> str:
     """A request's id as people and other systems are told it.
 

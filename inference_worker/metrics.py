@@ -30,6 +30,7 @@ Suspension = Literal["model", "store", "memory", "operator", "kept", "breaker", 
 model fails everything although it says that it is healthy, or fewer replicas are wanted than there are."""
 Sink = Literal["metrics", "billing"]
 PublishFailure = Literal["returned", "unconfirmed"]
+ReplyFate = Literal["sent", "returned", "given_up"]
 EventFate = Literal["sent", "refused"]
 CancelledWhen = Literal["before_call", "in_call"]
 
@@ -150,6 +151,10 @@ class WorkerMetrics:
             counter("publish_failures_total", "Publishes that the broker returned or did not confirm.", "reason"),
             get_args(PublishFailure),
         )
+        self._replies = _counters(
+            counter("replies_total", "Results for requesters that wait at the broker.", "outcome"),
+            get_args(ReplyFate),
+        )
         self._backlog_ready = gauge("queue_ready_messages", "Messages that nobody holds, at the last look.")
         self._backlog_ready.set(NOT_KNOWN)
 
@@ -268,6 +273,10 @@ class WorkerMetrics:
     def publish_failed(self, reason: PublishFailure) -> None:
         """The broker did not take a publish."""
         self._publish_failures[reason].inc()
+
+    def replied(self, fate: ReplyFate) -> None:
+        """A result was sent to who waits for it at the broker, or could not be."""
+        self._replies[fate].inc()
 
     def backlog(self, backlog: Backlog | int | None) -> None:
         """How much work waits; None where it is not known."""

@@ -47,7 +47,8 @@ class PeerBacklog:
 
     def __init__(self, queues: Sequence[Polled], backlogs: Backlogs, *, interval_s: float) -> None:
         """`interval_s` of 0: never."""
-        self._queues = tuple(queues)
+        self.queues = tuple(queues)
+        """They may become others while it runs."""
         self._backlogs = backlogs
         self._interval_s = interval_s
         self._why_not = ""
@@ -61,12 +62,12 @@ class PeerBacklog:
             await stopped_within(until, self._interval_s)
 
     async def _turn(self) -> None:
-        why_not = ""
+        why_not, queues = "", self.queues
         found: Mapping[str, Backlog] = {}
         try:
             async with asyncio.timeout(TURN_S):
                 found = await self._backlogs()
-                for queue in self._queues:
+                for queue in queues:
                     if queue.name in found and queue.expiring is not None:
                         queue.metrics.deadlines_within(await queue.expiring(WINDOWS_S))
         except (TransportLost, StoreUnavailable, TimeoutError) as exc:
@@ -78,7 +79,7 @@ class PeerBacklog:
             why_not = f"{type(exc).__name__}: {exc}"
             if why_not != self._why_not:
                 log.exception("what waits cannot be counted; trying again", reason=why_not)
-        for queue in self._queues:
+        for queue in queues:
             self._note(queue, found.get(queue.name))
         if self._why_not and not why_not:
             log.info("what waits is counted again")

@@ -1,7 +1,8 @@
 """What Prometheus sees of queues, pools and gates under the names of llm-d-async, so that its dashboards go on working.
 
 Beside our own metrics (`metrics.py`), which say more of less: these tell the queues apart. Labels have the values of
-the configuration and no others, and all series are there at 0 from the start. Times are in milliseconds, as theirs are.
+the configuration and no others, and all series are there at 0 from the start; where the configuration changes, those of
+what it has no more are taken away. Times are in milliseconds, as theirs are.
 """
 
 from bisect import bisect_left
@@ -75,11 +76,33 @@ class PeerMetrics:
         # Else there is one more series for each counter: when it was made.
         disable_created_metrics()  # type: ignore[no-untyped-call] # it has no annotations.
         self._families = families = _Families(registry, message_latency)
-        self._queues = {place: QueueMetrics(families, place) for place in queues}
-        self._at_pools = {pool: GateMetrics(families, Place(pool_name=pool)) for pool in pools}
-        self._worker_limits = {pool: families.worker_limit.labels(pool) for pool in pools}
+        self._queues: dict[Place, QueueMetrics] = {}
+        self._at_pools: dict[str, GateMetrics] = {}
+        self._worker_limits: dict[str, Gauge] = {}
         self._reloads = {result: families.reloads.labels(result) for result in get_args(ReloadResult)}
         self._last_reload = families.last_reload
+        self.change(queues=queues, pools=pools)
+
+    def change(self, *, queues: Sequence[Place], pools: Sequence[str]) -> None:
+        """These and no others: new ones begin at 0, the series of those that are gone are taken away.
+
+        Whoever still counts for one that is gone counts unseen.
+        """
+        families = self._families
+        for place in self._queues.keys() - set(queues):
+            del self._queues[place]
+            families.forget(place)
+        for pool in self._at_pools.keys() - set(pools):
+            del self._at_pools[pool], self._worker_limits[pool]
+            families.forget(Place(pool_name=pool))
+            families.worker_limit.remove(pool)
+        for place in queues:
+            if place not in self._queues:
+                self._queues[place] = QueueMetrics(families, place)
+        for pool in pools:
+            if pool not in self._at_pools:
+                self._at_pools[pool] = GateMetrics(families, Place(pool_name=pool))
+                self._worker_limits[pool] = families.worker_limit.labels(pool)
 
     def queue(self, place: Place) -> "QueueMetrics":
         """What is counted of one queue, gates included that stand at it."""
@@ -106,6 +129,11 @@ class PeerMetrics:
 
         return tell
 
+    def not_told(self, place: Place, inference_pool: str) -> None:
+        """No such gate stands there any more: its series are taken away."""
+        for gauge in self._families.gate_readings:
+            gauge.remove(*place.labels, inference_pool)
+
     def drain_told(self, pool: str) -> Callable[[DrainLimit], None]:
         """What a gate with a leased rate tells of its lease; its series are there from now on."""
         rate, valid, until = (gauge.labels(pool) for gauge in self._families.drain)
@@ -116,6 +144,17 @@ class PeerMetrics:
             until.set(limit.valid_until)
 
         return tell
+
+    def not_lent(self, pool: str) -> None:
+        """No gate with a leased rate stands there any more: its series are taken away."""
+        for gauge in self._families.drain:
+            gauge.remove(pool)
+
+    def no_bands(self, pool: str) -> None:
+        """No windows are left in a pool: their series are taken away."""
+        for gauge in self._families.aimd:
+            for band in LANES:
+                gauge.remove(pool, band)
 
     def bands(self, pool: str, readings: Iterable[BandReading]) -> None:
         """How the windows of a pool stand; their series are there from now on, without a reading at 0."""
@@ -250,15 +289,25 @@ class _Families:
     """Every metric, without its values."""
 
     def __init__(self, registry: CollectorRegistry, message_latency: bool) -> None:
+        self._of_queues: list[Counter | Gauge | _Histogram] = []
+        """Those with the labels of queues and no more."""
+
         def counter(name: str, help_text: str, labels: Sequence[str] = QUEUE_LABELS) -> Counter:
-            return Counter(f"async_{name}", help_text, labels, namespace=PREFIX, registry=registry)
+            made = Counter(f"async_{name}", help_text, labels, namespace=PREFIX, registry=registry)
+            if labels == QUEUE_LABELS:
+                self._of_queues.append(made)
+            return made
 
         def gauge(name: str, help_text: str, labels: Sequence[str] = QUEUE_LABELS) -> Gauge:
-            return Gauge(f"async_{name}", help_text, labels, namespace=PREFIX, registry=registry)
+            made = Gauge(f"async_{name}", help_text, labels, namespace=PREFIX, registry=registry)
+            if labels == QUEUE_LABELS:
+                self._of_queues.append(made)
+            return made
 
         def histogram(name: str, help_text: str, buckets: Sequence[float]) -> _Histogram:
             made = _Histogram(f"{PREFIX}_async_{name}", help_text, buckets)
             registry.register(made)
+            self._of_queues.append(made)
             return made
 
         self.requests = counter("request_total", "Requests received for the first time.")
@@ -315,6 +364,15 @@ class _Families:
             gauge("aimd_inflight", "Requests in flight in a band.", ("pool_name", "band")),
         )
 
+    def forget(self, place: Place) -> None:
+        """Take away all series of a queue, or of the gate of a pool; what is not there is no matter."""
+        for family in self._of_queues:
+            family.remove(*place.labels)
+        for direction in get_args(Direction):
+            self.tokens.remove(*place.labels, direction)
+        for reason in get_args(GateDecision):
+            self.decisions.remove(*place.labels, reason)
+
 
 class _Histogram(Collector):
     """Histograms by queue, for one event loop: the library takes two locks for each value."""
@@ -328,6 +386,10 @@ class _Histogram(Collector):
     def child(self, labels: tuple[str, ...]) -> "_Counts":
         """The one of a queue, made where there is none."""
         return self._children.setdefault(labels, _Counts(self._bounds))
+
+    def remove(self, *labels: str) -> None:
+        """Take the one of a queue away, where there is one."""
+        self._children.pop(labels, None)
 
     def collect(self) -> Iterable[Metric]:
         """For the registry."""

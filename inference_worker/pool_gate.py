@@ -6,7 +6,7 @@ Not here: what ends the waiting early (the processor's affair), and what becomes
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -83,13 +83,33 @@ class Permits:
 class Question:
     """A question to a gate on its way."""
 
-    def __init__(self, asking: "asyncio.Task[Verdict]", until: float, heard: "Heard") -> None:
-        self._asking = asking
+    def __init__(self, ask: Callable[[], Coroutine[None, None, Verdict]], until: float, heard: "Heard") -> None:
+        """`ask` puts the question, to the gate that stands there then."""
+        self._ask = ask
         self._until = until
         self._heard = heard
         self._taken = False
         self.answered = asyncio.Event()
-        asking.add_done_callback(lambda _: self.answered.set())
+        self._before: list[asyncio.Task[Verdict]] = []
+        """Questions to gates that stood there before."""
+        self._asking = self._asked()
+
+    def anew(self) -> None:
+        """Another gate stands there: ask that one, if the old one has not answered."""
+        if self.pending:
+            before = self._asking
+            self._before.append(before)
+            self._asking = self._asked()
+            before.cancel()
+
+    def _asked(self) -> "asyncio.Task[Verdict]":
+        asking = asyncio.create_task(self._ask(), name="a question to a gate")
+        asking.add_done_callback(self._ended)
+        return asking
+
+    def _ended(self, asking: "asyncio.Task[Verdict]") -> None:
+        if asking is self._asking:
+            self.answered.set()
 
     @property
     def pending(self) -> bool:
@@ -121,18 +141,16 @@ class Question:
         """Nobody wants to know any more: what was admitted all the same goes back. A second cancellation waits."""
         self._asking.cancel()
         cut: asyncio.CancelledError | None = None
-        while not self._asking.done():
+        while not all(asking.done() for asking in (self._asking, *self._before)):
             try:
-                await asyncio.wait([self._asking])
+                await asyncio.wait([self._asking, *self._before])
             except asyncio.CancelledError as exc:
                 cut = exc
-        if self._taken or self._asking.cancelled():
-            verdict = None
-        else:
+        for asking in self._before if self._taken else (self._asking, *self._before):
             # An exception is retrieved, so that nobody is told of it.
-            verdict = self._asking.result() if self._asking.exception() is None else None
-        if isinstance(verdict, Admitted):
-            await give_back(verdict.permits, NOT_SENT)
+            verdict = None if asking.cancelled() or asking.exception() is not None else asking.result()
+            if isinstance(verdict, Admitted):
+                await give_back(verdict.permits, NOT_SENT)
         if cut is not None:
             raise cut
 
@@ -146,7 +164,7 @@ class Heard:
 
     def parked(self, verdict: Parked) -> None:
         """It waits from now on."""
-        if self._told is not None:
+        if self._told is not None and not self._waits:
             self._waits = True
             self._told.decided(verdict.because)
             self._told.waiting(+1)
@@ -175,29 +193,47 @@ class Heard:
 
 
 class PoolGate:
-    """One gate for all requests of a pool."""
+    """One gate for all requests of a pool, or the place where one may come to stand."""
 
-    def __init__(self, gate: Gate, rng: random.Random, *, wait_s: float = WAIT_S, told: GateTold | None = None) -> None:
+    def __init__(
+        self, gate: Gate | None, rng: random.Random, *, wait_s: float = WAIT_S, told: GateTold | None = None
+    ) -> None:
         """`wait_s` is how long a request waits here; 0 = until its deadline. `told` counts what happens here."""
         self._gate = gate
         self._rng = rng
         self._told = told
+        self._questions: dict[Question, None] = {}
         self.wait_s = wait_s
+
+    @property
+    def stands(self) -> bool:
+        """There is a gate."""
+        return self._gate is not None
+
+    def replace(self, gate: Gate | None) -> None:
+        """Another gate from now on, or none. Who waits is asked anew; what the old one has admitted goes back to it."""
+        self._gate = gate
+        for question in self._questions:
+            question.anew()
 
     @asynccontextmanager
     async def asking(self, asked: Asked, left_s: float) -> AsyncGenerator[Question, None]:
         """Ask while the gate says wait; leaving the context withdraws the question. `left_s` is to the deadline."""
         until = asyncio.get_running_loop().time() + (min(self.wait_s, left_s) if self.wait_s > 0 else left_s)
         heard = Heard(self._told)
-        asking = asyncio.create_task(
-            outlast(self._gate, asked, until, self._rng, heard.parked), name="a question to a gate"
-        )
-        question = Question(asking, until, heard)
+        question = Question(lambda: self._ask(asked, until, heard), until, heard)
+        self._questions[question] = None
         try:
             await asyncio.sleep(0)  # Most gates need no more.
             yield question
         finally:
+            del self._questions[question]
             try:
                 await question.withdraw()
             finally:
                 heard.gone()
+
+    async def _ask(self, asked: Asked, until: float, heard: Heard) -> Verdict:
+        if self._gate is None:
+            return Admitted()
+        return await outlast(self._gate, asked, until, self._rng, heard.parked)

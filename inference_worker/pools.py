@@ -19,6 +19,7 @@ from inference_worker.metrics_buffer import MetricsBuffer
 from inference_worker.pool_gate import PoolGate
 from inference_worker.ports import Connect, Health, ModelClient, ResultStore, Tracer
 from inference_worker.timing import ByteBudget
+from inference_worker.transforms.shaping import AS_IT_CAME, Shaping
 
 NO_STATUSES: Final[frozenset[int]] = frozenset()
 
@@ -40,6 +41,7 @@ class Pool:
     hand_back: HandBack = AT_ONCE
     gate: PoolGate | None = None
     addressing: Addressing = ADDRESSING
+    shaping: Shaping = AS_IT_CAME
     saw: Saw = nobody_wants
     one_of_several: bool = False
     """Its name stands in its lines of log."""
@@ -90,6 +92,7 @@ def listener_of(pool: Pool, shared: Shared) -> Listener:
         max_crashes=shared.max_crashes,
         store_patience_s=shared.store_patience_s,
         addressing=pool.addressing,
+        shaping=pool.shaping,
         gate=pool.gate,
         saw=pool.saw,
     )

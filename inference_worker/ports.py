@@ -74,6 +74,8 @@ class Route:
     """Where the request names no endpoint."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Set by the system before those of the request, such as the queue's objective."""
+    model: str = ""
+    """The model's name there, which callers do not see; empty: what they call it."""
 
 
 class Transport(Protocol):
@@ -545,6 +547,13 @@ class Health:
     def watch(self, told: Callable[[bool, str], None]) -> None:
         """Have `told` called with the first verdict, whatever it is, and with each change of it."""
         self._watchers.append(told)
+        if self._reported:
+            told(self.ok, self.reason)
+
+    def unwatch(self, told: Callable[[bool, str], None]) -> None:
+        """Call it no more; a repeat does nothing."""
+        if told in self._watchers:
+            self._watchers.remove(told)
 
     def report(self, ok: bool, reason: str = "", *, checked_at: float | None = None) -> None:
         """Note what was seen."""

@@ -1,7 +1,8 @@
 """The `process` command: many queues, gates and pools around the engine that a sidecar has once.
 
 A pool is a listener over its queues made one; gates stand before queues and pools; one client calls all gateways.
-Not here: what the documents say (`process_setup.py`), and how a queue is opened (`process_queues.py`).
+Not here: what the documents say (`process_setup.py`), how a queue is opened (`process_queues.py`), and how pools are
+made and become others (`process_pools.py`, `process_reload.py`).
 """
 
 import asyncio
@@ -11,18 +12,16 @@ import resource
 import signal
 import ssl
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING
 
 import httpx
 import structlog
 
-from inference_worker.addressing import Addressing
 from inference_worker.assembly import (
     MOST_HELD_BYTES,
-    Beside,
     OnSignal,
     Outside,
     Page,
@@ -33,34 +32,48 @@ from inference_worker.assembly import (
     stores_in,
     tracer_of,
 )
-from inference_worker.config.documents import PoolConfig, ProcessDocuments, QueueConfig
-from inference_worker.config.doubts import doubts
+from inference_worker.config.documents import ProcessDocuments
+from inference_worker.config.doubts import Doubt, doubts
 from inference_worker.config.settings import Settings
-from inference_worker.errors import ConfigurationError, StoreUnavailable
+from inference_worker.errors import ConfigurationError
 from inference_worker.gates.from_metrics import Surroundings
-from inference_worker.gates.making import Around, Owner, gate_of
-from inference_worker.llmd_retry import UntilDeadline
-from inference_worker.metrics import WorkerMetrics, version
+from inference_worker.gates.making import Around
+from inference_worker.metrics import version
 from inference_worker.model_client import HttpModelClient
 from inference_worker.peer import Peer
-from inference_worker.pool_gate import PoolGate
-from inference_worker.pools import Pool
-from inference_worker.ports import Fleet, Gate, Tracer
-from inference_worker.process_queues import HAND_BACK, Broker, policy_of, route_of, sources
-from inference_worker.process_setup import ProcessSetup, later
+from inference_worker.ports import Fleet
+from inference_worker.process_pools import Parts, ProcessPools
+from inference_worker.process_queues import Broker
+from inference_worker.process_reload import Reloading
+from inference_worker.process_setup import ProcessSetup, documents_again
 from inference_worker.process_status import Standing
 from inference_worker.process_status import links as queue_links
 from inference_worker.redis_modes import RedisPlace, redis_place
 from inference_worker.redis_scripts import RedisLink
 from inference_worker.routed_model import RoutedModel
-from inference_worker.timing import ByteBudget, stopped_within
-from inference_worker.transports.merged import MergedQueues, saw
-from inference_worker.transports.merged_source import MOST_WAITING_BYTES
+from inference_worker.timing import ByteBudget
+from inference_worker.transforms.making import transforms_of
+from inference_worker.transforms.shaping import Shaping
+
+if TYPE_CHECKING:
+    from inference_worker.sql_place import SqlPlace
 
 log = structlog.get_logger(__name__)
 
-SHARERS_S: Final = 5.0
-"""How often it is looked how many processes take from the same pools."""
+
+class Doubts:
+    """Warns of what documents say and probably do not mean, of each once."""
+
+    def __init__(self) -> None:
+        self._said: set[Doubt] = set()
+
+    def look(self, documents: ProcessDocuments) -> None:
+        """Warn of what was not there before."""
+        found = doubts(documents, most_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        for doubt in found:
+            if doubt not in self._said:
+                log.warning("probably not meant", what=doubt.what, detail=doubt.detail, mend=doubt.mend)
+        self._said = set(found)
 
 
 class Links:
@@ -70,6 +83,8 @@ class Links:
         self._name = client_name(setup.settings)
         self._tls = redis_tls(setup.settings)
         self._links: dict[str, RedisLink] = {}
+        self._opened: set[str] = set()
+        self._stack = AsyncExitStack()
 
     def to(self, url: str) -> RedisLink:
         """The connection to a URL."""
@@ -79,47 +94,46 @@ class Links:
 
     @asynccontextmanager
     async def open(self) -> AsyncGenerator[None, None]:
-        """All that were asked for by now."""
-        async with AsyncExitStack() as stack:
-            for link in self._links.values():
-                await stack.enter_async_context(link.open())
+        """All of them until the end; those that are asked for later once they are opened, too."""
+        async with self._stack:
             yield
 
+    async def open_new(self) -> None:
+        """Those that were asked for since. Nobody is waited for."""
+        for url in self._links.keys() - self._opened:
+            await self._stack.enter_async_context(self._links[url].open())
+            self._opened.add(url)
 
-class Sharers:
-    """How many processes take from a pool: gates share its capacity out among them."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._count = 1
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A process that is ready to run."""
 
-    def __call__(self) -> int:
-        """As last seen; 1 at least."""
-        return self._count
-
-    async def run(self, until: asyncio.Event) -> None:
-        """Look now and then. While nobody answers the last count holds."""
-        while not until.is_set():
-            with suppress(StoreUnavailable):
-                self._count = max(len(await self._fleet.members()), 1)
-            await stopped_within(until, SHARERS_S)
+    worker: Worker
+    reloading: Reloading
+    """Runs beside the worker."""
 
 
 @asynccontextmanager
-async def process(setup: ProcessSetup, outside: Outside) -> AsyncGenerator[Worker, None]:
+async def process(setup: ProcessSetup, outside: Outside) -> AsyncGenerator[Process, None]:
     """A process with its connections, which are closed at the end."""
     settings, documents = setup.settings, setup.documents
     tls = gateway_tls(setup)
     budget = ByteBudget(MOST_HELD_BYTES)
     async with AsyncExitStack() as stack:
         place = await stack.enter_async_context(_redis(setup))
-        stores = await stack.enter_async_context(stores_in(place, settings))
+        sql = await _sql(setup, stack)
+        if sql is None:
+            stores = await stack.enter_async_context(stores_in(place, settings))
+        else:
+            stores = _sql_stores(sql, settings)
         stores = replace(stores, fleet_of=partial(_fleet_of, stores, settings.identity.deployment_id))
         model = await stack.enter_async_context(_gateways(setup, outside, budget, tls))
         looking = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, verify=tls or True))
         links = Links(setup)
+        await stack.enter_async_context(links.open())
         peer, standing = Peer(documents), Standing(documents, model)
-        tracer = peer.notes(tracer_of(settings, documents.transport.kind, _queue_ids(documents)))
+        queue_ids: dict[str, str] = {}
         around = Around(
             metrics=Surroundings(
                 client=looking,
@@ -129,142 +143,81 @@ async def process(setup: ProcessSetup, outside: Outside) -> AsyncGenerator[Worke
                 refresh_s=setup.flags.prometheus_cache_s,
             ),
             link_to=links.to,
+            sql=sql,
+            extensions=setup.extensions,
             clock=asyncio.get_running_loop().time,
             process=process_name(settings, outside.rng),
             seen=lambda _owner, _pool, _seen: None,
             lent=lambda _owner, _limit: None,
         )
         parts = Parts(
-            setup=setup,
+            flags=setup.flags,
             outside=outside,
+            replica_id=settings.identity.replica_id,
             stores=stores,
-            place=place,
+            broker_of=lambda metrics: Broker(
+                settings=settings,
+                transport=documents.transport,
+                store=stores.results,
+                place=place,
+                sql=sql,
+                extensions=setup.extensions,
+                metrics=metrics,
+                now=outside.now,
+                names=queue_ids.keys(),
+            ),
+            model=model,
             around=peer.around(around),
+            open_links=links.open_new,
             peer=peer,
             standing=standing,
-            tracer=tracer,
+            tracer=peer.notes(tracer_of(settings, documents.transport.name, queue_ids)),
+            queue_ids=queue_ids,
+            shaping=Shaping(transforms=transforms_of(documents, setup.extensions)),
+            breaker_failures=_breaker_failures(settings),
         )
-        # One without queues has nothing to do, which is warned of.
-        made = [parts.pool(config) for config in documents.pools if setup.queues_of(config.id)]
-        await stack.enter_async_context(links.open())
-        pools = [one.pool for one in made]
-        yield Worker(
+        pools, doubting = ProcessPools(parts, documents), Doubts()
+        doubting.look(documents)
+
+        async def become(now: ProcessDocuments) -> Sequence[str]:
+            changes = await pools.change(now)
+            doubting.look(now)
+            return changes
+
+        reloading = Reloading(
+            partial(documents_again, setup),
+            become,
+            lambda result: peer.reloaded(result, outside.now()),
+            read_file=setup.read_file,
+            paths=setup.paths,
+            fingerprint=setup.fingerprint,
+            interval_s=setup.flags.watch_interval_s,
+        )
+        worker = Worker(
             settings,
             outside,
             stores=stores,
-            pools=pools,
+            pools=(),
             model=model,
             budget=budget,
             tls=settings.tls.context(),
-            tracer=tracer,
+            tracer=parts.tracer,
+            metrics=pools.metrics,
             page=Page(
                 host=settings.ops.host,
                 ports={"--health-port": setup.flags.health_port, "--metrics-port": setup.flags.metrics_port},
                 links=queue_links,
-                metrics=peer.page({pool.name: pool.metrics.registry for pool in pools}),
+                metrics=peer.page(pools.registries),
                 status=standing.status,
                 one_model=False,
             ),
-            beside=[run for one in made for run in one.beside],
+            beside=[pools.alongside.run, reloading.run],
             asks_health=False,
             infer_timeout_s=setup.flags.request_timeout_s,
             grace_s=setup.flags.drain_timeout_s,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
-    """A pool, and what runs beside it."""
-
-    pool: Pool
-    beside: Sequence[Beside]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What pools are made of."""
-
-    setup: ProcessSetup
-    outside: Outside
-    stores: Stores
-    place: RedisPlace
-    around: Around
-    peer: Peer
-    standing: Standing
-    tracer: Tracer
-    waiting: ByteBudget = field(default_factory=lambda: ByteBudget(MOST_WAITING_BYTES))
-    """What waits unstarted, of all pools together."""
-
-    def pool(self, config: PoolConfig) -> Made:
-        """One pool: its queues with their gates, made one; its own gate; and how its requests are sent."""
-        flags, documents, outside = self.setup.flags, self.setup.documents, self.outside
-        metrics = WorkerMetrics()
-        queues = self.setup.queues_of(config.id)
-        sharers = Sharers(self.stores.fleet_of(config.id))
-        at_queues, at_pool = self._gates(config, queues, sharers)
-        broker = self._broker(metrics)
-        merged = MergedQueues(
-            sources(broker, queues, at_queues, documents.merge),
-            partial(policy_of, documents.merge, outside.rng),
-            now=outside.now,
-            rng=outside.rng,
-            replica_id=self.setup.settings.identity.replica_id,
-            tier_label=documents.merge.tier_label,
-            gate_wait_s=flags.gate_wait_timeout_s,
-            told=self.peer.verdict,
-            waiting=self.waiting,
-        )
-        gate = None
-        if at_pool is not None:
-            told = self.peer.at_pool(config.id)
-            gate = PoolGate(at_pool, outside.rng, wait_s=flags.gate_wait_timeout_s, told=told)
-        pool = Pool(
-            name=config.id,
-            connect=self.peer.followed(config.id, merged.connect),
-            slots=config.workers,
-            policy=UntilDeadline(on_ladder=documents.transport.kind == "rabbitmq"),
-            retry_statuses=flags.statuses.judged("retry"),
-            answer_statuses=flags.statuses.judged("answer"),
-            metrics=metrics,
-            tracer=self.tracer,
-            breaker_failures=_breaker_failures(self.setup.settings),
-            hand_back=HAND_BACK,
-            gate=gate,
-            addressing=Addressing(stamps=documents.merge.stamps, tier_label=documents.merge.tier_label),
-            saw=saw,
-            one_of_several=True,
-        )
-        backlog = self.peer.backlog(config.id, flags.backlog_poll_interval_s, broker.due(queues))
-        running = [gate.run for gate in (*at_queues.values(), at_pool) if gate is not None]
-        return Made(pool=pool, beside=[backlog.run, *running, *([sharers.run] if running else [])])
-
-    def _gates(
-        self, config: PoolConfig, queues: Sequence[QueueConfig], sharers: Sharers
-    ) -> tuple[dict[str, Gate], Gate | None]:
-        """Those of the queues, by their ids, and that of the pool."""
-        around = replace(self.around, metrics=replace(self.around.metrics, sharers=sharers))
-        at_queues = {
-            queue.id: gate_of(queue.gate, around, Owner(kind="queue", name=queue.id, pool=config.id))
-            for queue in queues
-            if queue.gate is not None
-        }
-        at_pool = None
-        if config.gate is not None:
-            at_pool = gate_of(config.gate, around, Owner(kind="pool", name=config.id, pool=config.id))
-        self.peer.stand(config.id, at_queues, at_pool)
-        self.standing.stand(config.id, at_queues, at_pool)
-        return at_queues, at_pool
-
-    def _broker(self, metrics: WorkerMetrics) -> Broker:
-        settings = self.setup.settings
-        return Broker(
-            settings=settings,
-            transport=self.setup.documents.transport,
-            store=self.stores.results,
-            place=self.place,
-            metrics=metrics,
-            now=self.outside.now,
-        )
+        await pools.begin(worker, documents)
+        yield Process(worker=worker, reloading=reloading)
 
 
 def process_name(settings: Settings, rng: random.Random) -> str:
@@ -272,10 +225,6 @@ def process_name(settings: Settings, rng: random.Random) -> str:
     would count as this one's, and a quota be passed over once more with each start.
     """
     return f"{settings.identity.deployment_id}/{settings.identity.replica_id}/{rng.randrange(16**8):08x}"
-
-
-def _queue_ids(documents: ProcessDocuments) -> dict[str, str]:
-    return {queue.queue_name: queue.id for queue in documents.transport.queues}
 
 
 def _breaker_failures(settings: Settings) -> int:
@@ -301,6 +250,35 @@ def _redis(setup: ProcessSetup) -> AbstractAsyncContextManager[RedisPlace]:
     )
 
 
+async def _sql(setup: ProcessSetup, stack: AsyncExitStack) -> "SqlPlace | None":
+    """The Postgres that has queues and results, where it is one. Its driver is loaded only then."""
+    if setup.documents.transport.kind != "sql":
+        return None
+    from inference_worker.process_sql import sql_place_of
+
+    return await stack.enter_async_context(sql_place_of(setup.settings, setup.documents.transport))
+
+
+def _sql_stores(place: "SqlPlace", settings: Settings) -> Stores:
+    from inference_worker.process_sql import sql_stores
+
+    return sql_stores(place, settings)
+
+
+def _broker_address(setup: ProcessSetup) -> str:
+    """Where the queues are, as it may be logged."""
+    settings = setup.settings
+    match setup.documents.transport.kind:
+        case "rabbitmq":
+            return settings.rabbitmq.address
+        case "sql":
+            return settings.sql.address
+        case "gcp-pubsub":
+            return settings.pubsub.emulator or f"projects/{setup.documents.transport.project}"
+        case _:
+            return settings.redis.address
+
+
 # ---------------------------------------------------------------- gateways
 
 
@@ -323,8 +301,7 @@ async def _gateways(
             tbt_header=settings.metrics.tbt_header,
         )
 
-    routes = (route_of(queue, "") for queue in setup.documents.transport.queues)
-    async with RoutedModel([route.base_url for route in routes], client) as routed:
+    async with RoutedModel((), client) as routed:
         yield routed
 
 
@@ -359,27 +336,26 @@ def gateway_tls(setup: ProcessSetup) -> ssl.SSLContext | None:
 
 
 async def run_process(setup: ProcessSetup, outside: Outside, stop: asyncio.Event, on_signal: OnSignal) -> None:
-    """The `process` command: until told to stop. The signals are those of `run`."""
+    """The `process` command: until told to stop. The signals are those of `run`; SIGHUP reads the documents again."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
-    for note in (*setup.flags.notes, *later(setup.flags)):
+    for note in setup.flags.notes:
         log.warning(note)
-    for doubt in doubts(setup.documents, most_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0]):
-        log.warning("probably not meant", what=doubt.what, detail=doubt.detail, mend=doubt.mend)
     settings, documents = setup.settings, setup.documents
     log.info(
         "starting",
         version=version(),
         replica_id=settings.identity.replica_id,
-        transport=documents.transport.kind,
-        broker=settings.rabbitmq.address if documents.transport.kind == "rabbitmq" else settings.redis.address,
-        redis=settings.redis.address,
+        transport=documents.transport.name,
+        broker=_broker_address(setup),
+        store=_broker_address(setup) if documents.transport.kind == "sql" else settings.redis.address,
         queues=len(documents.transport.queues),
         pools={pool.id: pool.workers for pool in documents.pools},
-        merge=documents.merge.type,
+        merge=documents.merge.name,
     )
     async with process(setup, outside) as running:
-        on_signal(signal.SIGUSR1, running.toggle_pause)
-        on_signal(signal.SIGUSR2, running.toggle_debug)
-        await running.run(stop)
+        on_signal(signal.SIGUSR1, running.worker.toggle_pause)
+        on_signal(signal.SIGUSR2, running.worker.toggle_debug)
+        on_signal(signal.SIGHUP, running.reloading.ask)
+        await running.worker.run(stop)

@@ -4,23 +4,27 @@ Not here: what the queues are (`config/documents.py`), and what stands before th
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import assert_never
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, assert_never
 
 from inference_worker.assembly import client_name, rabbitmq_connect, redis_tls
 from inference_worker.config.documents import MergeConfig, QueueConfig, TransportConfig
 from inference_worker.config.settings import Settings
 from inference_worker.disposition import AT_ONCE, HandBack
+from inference_worker.extensions import Extensions
 from inference_worker.merge import PATIENCE, PER_LANE, MergePolicy, RandomRobin, TierAging, TierPriority
 from inference_worker.metrics import WorkerMetrics
 from inference_worker.peer import due_in
 from inference_worker.peer_backlog import Expiring
-from inference_worker.ports import Connect, Delivery, Gate, ResultStore, Route
+from inference_worker.ports import Connect, Delivery, ResultStore, Route
+from inference_worker.process_extensions import Process, connect_of, policy_of_another
 from inference_worker.redis_modes import RedisPlace
 from inference_worker.results.redis import RedisStore
 from inference_worker.transports.listed import ResultList, listed
-from inference_worker.transports.merged_source import Source
+
+if TYPE_CHECKING:
+    from inference_worker.sql_place import SqlPlace
 
 TURNED_AWAY_S = 1.0
 """How long what a gate has turned away stays out of sight: brokers hand it out again at once."""
@@ -40,6 +44,12 @@ class Broker:
     metrics: WorkerMetrics
     """Of the pool."""
     now: Callable[[], float]
+    names: Set[str] = frozenset()
+    """Of all queues of the process, as they are at any time: nothing else may be written there."""
+    sql: "SqlPlace | None" = None
+    """The Postgres that has the queues and the results, where it is one."""
+    extensions: Extensions = field(default_factory=Extensions)
+    """Transports of other packages."""
 
     def connect(self, queue: QueueConfig, route: Route) -> Connect:
         """The way to open connections to one queue."""
@@ -50,6 +60,14 @@ class Broker:
                 return self._listed(queue, self._stream)
             case "rabbitmq":
                 return self._listed(queue, self._rabbitmq)
+            case "sql":
+                return self._sql(queue, route)
+            case "gcp-pubsub":
+                return self._pubsub(queue, route)
+            case "redis-pubsub":
+                return self._channel(queue, route)
+            case "extension":
+                return self._listed(queue, self._of_another_package)
             case _:
                 assert_never(self.transport.kind)
 
@@ -93,7 +111,7 @@ class Broker:
                 path=queue.request_path,
                 route=route,
                 labels=queue.labels,
-                queues=frozenset(one.queue_name for one in transport.queues),
+                queues=self.names,
             ),
             store=self.store,
             metrics=self.metrics,
@@ -133,45 +151,73 @@ class Broker:
         tls = self.settings.tls.context()
         return rabbitmq_connect(self.settings, queue.queue_name, store, self.metrics, now=self.now, tls=tls)
 
+    def _of_another_package(self, queue: QueueConfig, store: ResultStore) -> Connect:
+        replica_id, lease_s = self.settings.identity.replica_id, self.settings.lease_s
+        process = Process(now=self.now, replica_id=replica_id, lease_s=lease_s)
+        return connect_of(self.transport, queue, process, self.extensions, store, self.metrics.registry)
+
+    def _sql(self, queue: QueueConfig, route: Route) -> Connect:
+        from inference_worker.process_sql import sql_queue
+
+        assert self.sql is not None
+        return sql_queue(self.sql, self.settings, self.transport, queue, route, self.metrics, self.now)
+
+    def _pubsub(self, queue: QueueConfig, route: Route) -> Connect:
+        from inference_worker.process_pubsub import pubsub_queue
+
+        return pubsub_queue(self.settings, self.transport, queue, route, self.store, self.metrics, self.now)
+
+    def _channel(self, queue: QueueConfig, route: Route) -> Connect:
+        from inference_worker.transports.redis_pubsub import Channel, RedisChannels
+
+        return RedisChannels(
+            self.place.commands,
+            url=self.place.address,
+            channel=Channel(
+                name=queue.queue_name,
+                queue_id=queue.id,
+                retries=self.transport.retry_queue_name,
+                results=queue.result_queue_name or self.transport.result_queue_name,
+                path=queue.request_path,
+                route=route,
+                labels=queue.labels,
+            ),
+            store=self.store,
+            metrics=self.metrics,
+            replica_id=self.settings.identity.replica_id,
+            client_name=client_name(self.settings),
+            tls=redis_tls(self.settings),
+            now=self.now,
+        ).connect
+
     def due(self, queues: Sequence[QueueConfig]) -> Mapping[str, Expiring]:
         """How to ask how far off the deadlines are, by queue; empty where the broker does not know of them."""
+        if self.sql is not None:
+            from inference_worker.process_sql import sql_due
+
+            return {queue.queue_name: sql_due(self.sql, queue.queue_name, self.now) for queue in queues}
         if self.transport.kind != "redis-sortedset":
             return {}
         return {queue.queue_name: due_in(self.place.commands, queue.queue_name, self.now) for queue in queues}
 
     @property
+    def on_ladder(self) -> bool:
+        """Retries wait for so long as there are queues for them to wait in."""
+        return self.transport.kind == "rabbitmq"
+
+    @property
     def hand_back(self) -> HandBack:
         """How a queue's gate gives back what it does not let in: a broker that counts deliveries must not count it."""
-        return HAND_BACK if self.transport.kind == "rabbitmq" else AT_ONCE
+        return HAND_BACK if self.transport.kind in ("rabbitmq", "gcp-pubsub", "redis-pubsub") else AT_ONCE
 
 
 def route_of(queue: QueueConfig, objective_header: str) -> Route:
     """Where the requests of a queue go."""
     headers = {objective_header: queue.objective} if queue.objective and objective_header else {}
-    return Route(base_url=queue.base_url.now().rstrip("/"), path=queue.request_path, headers=headers)
+    return Route(base_url=queue.base_url.now().rstrip("/"), path=queue.request_path, headers=headers, model=queue.model)
 
 
-def sources(
-    broker: Broker, queues: Sequence[QueueConfig], gates: Mapping[str, Gate], merge: MergeConfig
-) -> list[Source]:
-    """The queues of a pool; `gates` by the queue's id."""
-    made = []
-    for queue in queues:
-        route = route_of(queue, merge.stamps.objective_header)
-        made.append(
-            Source(
-                name=queue.queue_name,
-                connect=broker.connect(queue, route),
-                gate=gates.get(queue.id),
-                labels=queue.labels,
-                route=route,
-                hand_back=broker.hand_back,
-            )
-        )
-    return made
-
-
-def policy_of(merge: MergeConfig, rng: random.Random) -> MergePolicy[Delivery]:
+def policy_of(merge: MergeConfig, rng: random.Random, extensions: Extensions | None = None) -> MergePolicy[Delivery]:
     """In which order the queues of a pool take turns."""
     per_lane = merge.max_per_lane or PER_LANE
     match merge.type:
@@ -181,5 +227,7 @@ def policy_of(merge: MergeConfig, rng: random.Random) -> MergePolicy[Delivery]:
             return TierPriority(per_lane)
         case "tier-aging":
             return TierAging(per_lane, merge.patience or PATIENCE, merge.lane_patience)
+        case "extension":
+            return policy_of_another(merge, rng, extensions or Extensions())
         case _:
             assert_never(merge.type)

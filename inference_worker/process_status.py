@@ -11,19 +11,23 @@ from inference_worker.transports.merged import MergedTransport
 
 
 class Standing:
-    """The gates of a process, as they were made, and what is said of them."""
+    """The gates of a process, as they stand, and what is said of them."""
 
     def __init__(self, documents: ProcessDocuments, gateways: RoutedModel) -> None:
         self._documents = documents
         self._gateways = gateways
-        self._at_queues: dict[str, Gate] = {}
-        self._at_pools: dict[str, Gate] = {}
+        self._at_queues: dict[str, Mapping[str, Gate]] = {}
+        """By pools, and then by the ids of queues."""
+        self._at_pools: dict[str, Gate | None] = {}
+
+    def change(self, documents: ProcessDocuments) -> None:
+        """These are the queues and pools now."""
+        self._documents = documents
 
     def stand(self, pool: str, at_queues: Mapping[str, Gate], at_pool: Gate | None) -> None:
-        """These gates were made for a pool and its queues, by the ids of these."""
-        self._at_queues |= at_queues
-        if at_pool is not None:
-            self._at_pools[pool] = at_pool
+        """These gates stand before a pool and its queues now, by the ids of these."""
+        self._at_queues[pool] = at_queues
+        self._at_pools[pool] = at_pool
 
     def status(self, listeners: Listeners) -> Mapping[str, object]:
         """Each pool, with its queues: for the page of a worker."""
@@ -47,11 +51,12 @@ class Standing:
         session = listener.transport
         waiting = session.waiting() if isinstance(session, MergedTransport) else {}
         reasons = session.reasons() if isinstance(session, MergedTransport) else {}
+        gates = self._at_queues.get(pool, {})
         return {
             queue.id: {
                 "connected": reasons.get(queue.queue_name, "not connected") or "yes",
                 "waiting_here": waiting.get(queue.queue_name, 0),
-                **_gate(self._at_queues.get(queue.id)),
+                **_gate(gates.get(queue.id)),
             }
             for queue in self._documents.transport.queues
             if queue.worker_pool_id == pool

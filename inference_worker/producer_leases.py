@@ -7,7 +7,7 @@ import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from inference_worker.errors import LeaseLost, UnreadableResult
 from inference_worker.producer_results import Result, read_result
@@ -43,7 +43,7 @@ class LeasedResult:
 
     result: Result
     lease: Lease
-    leases: "Leases" = field(repr=False, compare=False)
+    leases: "LeaseBook" = field(repr=False, compare=False)
 
     async def renew(self, lease_s: float | None = None) -> None:
         """Have the lease begin anew, as long as it was, or `lease_s` long.
@@ -70,6 +70,14 @@ class LeasedResult:
             StoreUnavailable
         """
         await self.leases.release(self.lease)
+
+
+class LeaseBook(Protocol):
+    """Where leases are kept: in Redis, in Postgres. Every method raises `StoreUnavailable`."""
+
+    async def renew(self, lease: Lease, lease_s: float) -> None: ...
+    async def acknowledge(self, lease: Lease) -> None: ...
+    async def release(self, lease: Lease) -> None: ...
 
 
 class Leases:

@@ -186,9 +186,16 @@ class Publisher:
         """By message id: the driver tells returned messages apart by nothing else."""
 
     async def publish(
-        self, body: bytes, properties: Basic.Properties, *, exchange: str, routing_key: str, within_s: float
+        self,
+        body: bytes,
+        properties: Basic.Properties,
+        *,
+        exchange: str,
+        routing_key: str,
+        within_s: float,
+        mandatory: bool = True,
     ) -> None:
-        """Publish once, and return when the broker has confirmed.
+        """Publish once, and return when the broker has confirmed. Not `mandatory`, it also confirms what it drops.
 
         Raises:
             Unroutable: it came back.
@@ -205,7 +212,7 @@ class Publisher:
             try:
                 channel = await self.open()
                 await channel.basic_publish(
-                    body, exchange=exchange, routing_key=routing_key, properties=properties, mandatory=True
+                    body, exchange=exchange, routing_key=routing_key, properties=properties, mandatory=mandatory
                 )
             except (PublishError, DeliveryError):
                 raise  # An answer: the channel is as good as before.

@@ -1,9 +1,9 @@
 """RabbitMQ's side of listening: sessions, QoS, topology, copies, settling. The loop that listens is `listener.py`.
 
 Plain connections: the driver's own "robust" ones come back without their consumers. A connection is a session: once
-anything of it is gone (the connection, a channel, the consumer) all of it is, and the listener opens another. Copies go
-over a connection of their own, opened when the first one is needed: a broker short of memory or disk stops reading
-from connections that publish, and with them the acknowledgements that they carry.
+anything of it is gone (the connection, a channel, the consumer) all of it is, and the listener opens another. Copies
+and replies go over a connection of their own, opened when the first one is needed: a broker short of memory or disk
+stops reading from connections that publish, and with them the acknowledgements that they carry.
 """
 
 import asyncio
@@ -31,8 +31,10 @@ from inference_worker.disposition import (
     Republish,
     Settled,
     Settlement,
+    StoreSilent,
 )
-from inference_worker.errors import TransportLost
+from inference_worker.errors import StoreUnavailable, TransportLost
+from inference_worker.messages import encode_reply, request_id_in
 from inference_worker.metrics import WorkerMetrics
 from inference_worker.ports import Backlog, Delivery, ResultStore
 from inference_worker.rmq_connection import (
@@ -47,6 +49,7 @@ from inference_worker.rmq_connection import (
     reason_text,
     translated,
 )
+from inference_worker.rmq_replies import awaited, refusal, send_reply
 from inference_worker.rmq_values import text_of
 from inference_worker.settling import bury, release, store_reply
 from inference_worker.timing import ended, first_of
@@ -81,6 +84,8 @@ class Topology:
     dead_letter_routing_key: str
     queue_type: Literal["quorum", "classic"]
     delivery_limit: int
+    max_priority: int = 0
+    """Of a classic queue: messages of so many levels overtake each other. 0: none does."""
 
     def queue_arguments(self) -> dict[str, Any]:
         """Of the request queue."""
@@ -95,6 +100,8 @@ class Topology:
                 "x-dead-letter-strategy": "at-least-once",
                 "x-overflow": "reject-publish",
             }
+        elif self.max_priority:
+            arguments["x-max-priority"] = self.max_priority
         return arguments
 
     def dead_letter_arguments(self) -> dict[str, Any]:
@@ -393,14 +400,14 @@ class RabbitTransport:
         """See `ports.Transport`."""
         match disposition:
             case Ack(reply=reply):
-                if (not_yet := await store_reply(self._store, disposition)) is not None:
+                if (not_yet := await self._store_and_reply(delivery, disposition)) is not None:
                     return not_yet
                 return await self._ack(delivery, "ack", stored=reply is not None)
             case Nack(claim=claim):
                 await release(self._store, claim)
                 return await self._reject(delivery, requeue=True, how="requeue", stored=False)
             case DeadLetter(reply=reply):
-                if (not_yet := await store_reply(self._store, disposition)) is not None:
+                if (not_yet := await self._store_and_reply(delivery, disposition)) is not None:
                     return not_yet
                 await bury(self._store, disposition, self._broker.now())
                 if self._parks_itself:
@@ -410,6 +417,32 @@ class RabbitTransport:
                 return await self._republish(delivery, disposition)
             case _:
                 assert_never(disposition)
+
+    async def _store_and_reply(self, delivery: Delivery, ending: Ack | DeadLetter) -> Settlement | None:
+        """Store the result, if there is one, and send it to who waits for it here. None: go on and acknowledge.
+
+        On what was redelivered the result is there already, and is sent again: the first reply may have been lost.
+        """
+        if (not_yet := await store_reply(self._store, ending)) is not None:
+            return not_yet
+        asked = _receipt(delivery).properties
+        if not awaited(asked) or delivery.lost.is_set():
+            return None
+        try:
+            result = encode_reply(ending.reply) if ending.reply is not None else await self._stored(delivery, ending)
+        except StoreUnavailable:
+            return StoreSilent()
+        if result is not None:
+            await send_reply(self._publisher, asked, result, delivery.lost, self._broker.metrics)
+        return None
+
+    async def _stored(self, delivery: Delivery, ending: Ack | DeadLetter) -> bytes | None:
+        """The result that is there; of what is no request, and has no id to store one under, what is wrong with it."""
+        request_id = request_id_in(delivery.body, message_id=delivery.message_id, now=self._broker.now())
+        stored = await self._store.read(request_id) if request_id is not None else None
+        if stored is None and isinstance(ending, DeadLetter):
+            return refusal(ending)
+        return stored
 
     async def extend(self, delivery: Delivery) -> None:
         """See `ports.Transport`. The broker has no leases: a delivery is ours as long as its channel lives."""

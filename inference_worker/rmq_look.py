@@ -32,6 +32,7 @@ async def look(
     queue: str,
     queue_type: Literal["quorum", "classic"],
     delivery_limit: int,
+    max_priority: int,
     exchange: str,
     dead_letter_queue: str,
     routing_key: str,
@@ -51,6 +52,7 @@ async def look(
         dead_letter_routing_key=routing_key,
         queue_type=queue_type,
         delivery_limit=delivery_limit,
+        max_priority=max_priority,
     )
     found = Found()
     async with opened(url, name="inference-worker/check", tls=tls, within_s=within_s) as connection:

@@ -55,8 +55,8 @@ class Producer:
         finally:
             await self._publisher.close()
 
-    async def publish(self, body: bytes, *, message_id: str, within_s: float) -> None:
-        """Return once the broker has taken the message over.
+    async def publish(self, body: bytes, *, message_id: str, within_s: float, priority: int | None = None) -> None:
+        """Return once the broker has taken the message over. A higher `priority` goes first, where the queue has any.
 
         Raises:
             NotAccepted: it has not, within the time; the reason says why.
@@ -68,7 +68,7 @@ class Producer:
                 no_queue_until = asyncio.get_running_loop().time() + NO_QUEUE_S
                 while True:
                     try:
-                        await self._publish(body, message_id, until - asyncio.get_running_loop().time())
+                        await self._publish(body, message_id, priority, until - asyncio.get_running_loop().time())
                         return
                     except Unroutable as exc:
                         why = f"there is no queue {self.queue}; it is declared by the first worker of the deployment"
@@ -87,8 +87,10 @@ class Producer:
             reason = f"not confirmed within {within_s:g} s" + (f": {why}" if why else "")
             raise NotAccepted(reason, maybe=True) from exc
 
-    async def _publish(self, body: bytes, message_id: str, left_s: float) -> None:
-        properties = Basic.Properties(message_id=message_id, content_type="application/json", delivery_mode=2)
+    async def _publish(self, body: bytes, message_id: str, priority: int | None, left_s: float) -> None:
+        properties = Basic.Properties(
+            message_id=message_id, content_type="application/json", delivery_mode=2, priority=priority
+        )
         await self._publisher.publish(
             body, properties, exchange="", routing_key=self.queue, within_s=max(min(left_s, CALL_S), 0.001)
         )

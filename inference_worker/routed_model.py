@@ -1,7 +1,8 @@
 """A model client over several gateways: one client, and so one pool of connections, for each scheme and host.
 
-The base URLs are those of the configuration, so there are at most as many clients as that names. A gateway that hangs
-has no part in the calls to others. Where a call goes is said by its `base_url` (`addressing.py`), not found out here.
+The base URLs are those of the configuration, so there are at most as many clients as that names; they may become others
+(`open`, `keep`). A gateway that hangs has no part in the calls to others. Where a call goes is said by its `base_url`
+(`addressing.py`), not found out here.
 """
 
 import asyncio
@@ -31,17 +32,30 @@ class RoutedModel:
 
     def __init__(self, base_urls: Iterable[str], open_client: Callable[[str], Closable]) -> None:
         """`open_client` makes the client of one scheme and host, within a running loop."""
-        origins: dict[str, Closable] = {}
-        clients: dict[str, Closable] = {}
-        for base_url in base_urls:
-            host = origin(base_url)
-            if host not in origins:
-                origins[host] = open_client(host)
-            clients[base_url] = origins[host]
-        self._clients: Mapping[str, Closable] = clients
-        self._by_host: Mapping[str, Closable] = origins
+        self._open_client = open_client
+        self._clients: dict[str, Closable] = {}
+        self._by_host: dict[str, Closable] = {}
         self.unreached: dict[str, str] = {}
         """Gateways that the last call could not reach, and why: by scheme and host, as they may be shown."""
+        self.open(base_urls)
+
+    def open(self, base_urls: Iterable[str]) -> None:
+        """Call these, too; those that are there already keep their connections."""
+        for base_url in base_urls:
+            host = origin(base_url)
+            if host not in self._by_host:
+                self._by_host[host] = self._open_client(host)
+            self._clients[base_url] = self._by_host[host]
+
+    async def keep(self, base_urls: Iterable[str]) -> None:
+        """Call no others any more, and close the connections to hosts that none of them has."""
+        kept = set(base_urls)
+        self._clients = {base_url: client for base_url, client in self._clients.items() if base_url in kept}
+        hosts = {origin(base_url) for base_url in self._clients}
+        left = [host for host in self._by_host if host not in hosts]
+        for host in left:
+            self.unreached.pop(without_user(host), None)
+        await _closed([self._by_host.pop(host) for host in left])
 
     async def __aenter__(self) -> Self:
         return self
@@ -51,9 +65,7 @@ class RoutedModel:
 
     async def close(self) -> None:
         """Close every connection to every gateway, also where one of them fails to."""
-        async with AsyncExitStack() as stack:
-            for client in self._by_host.values():
-                stack.push_async_callback(client.close)
+        await _closed(list(self._by_host.values()))
 
     async def infer(
         self,
@@ -117,3 +129,9 @@ class RoutedModel:
 def _shown(base_url: str | None) -> str:
     """Its scheme and host, without what may be a password."""
     return without_user(origin(base_url or ""))
+
+
+async def _closed(clients: Sequence[Closable]) -> None:
+    async with AsyncExitStack() as stack:
+        for client in clients:
+            stack.push_async_callback(client.close)

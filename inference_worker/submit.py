@@ -11,7 +11,7 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +64,7 @@ class SubmitOptions:
     endpoint: str | None = None
     timeout_s: float = 60.0
     tenant: str | None = None
+    priority: int | None = None
     request_id: str | None = None
     output: str | None = None
     resume: str | None = None
@@ -88,7 +89,14 @@ async def run_submit(settings: Settings, options: SubmitOptions, stop: asyncio.E
             source = stack.enter_context(input_again(state))
         else:
             source, name = await _input(options.file, stack, stop)
-            checked = await _checked(source, _endpoints(settings), stop, tenants=options.url is None)
+            direct = options.url is None
+            looking = check(
+                source,
+                _endpoints(settings),
+                tenants=direct,
+                priorities=direct and not settings.over_streams,
+            )
+            checked = await _checked(looking, stop)
             if checked is None:
                 return 1
             path = new_state_path(options.state, options.output, name)
@@ -192,6 +200,7 @@ async def _submit_one(settings: Settings, options: SubmitOptions, stop: asyncio.
                     endpoint=options.endpoint,
                     timeout_s=options.timeout_s,
                     tenant=options.tenant,
+                    priority=options.priority,
                     request_id=request_id,
                 )
             finally:
@@ -328,11 +337,8 @@ def _queue(settings: Settings) -> str:
     return settings.streams.stream if settings.over_streams else settings.identity.deployment_id
 
 
-async def _checked(
-    source: BinaryIO, endpoints: tuple[str, ...], stop: asyncio.Event, *, tenants: bool
-) -> Checked | None:
+async def _checked(looking: Generator[Checked, None, Checked], stop: asyncio.Event) -> Checked | None:
     """Look at all lines before anything is sent; None where something is wrong, which has been said."""
-    looking = check(source, endpoints, tenants=tenants)
     while True:
         try:
             next(looking)

@@ -11,16 +11,16 @@ from typing import BinaryIO, Final
 
 import msgspec
 
-from inference_worker.client import Result
+from inference_worker.client import MOST_PRIORITY, Result
 from inference_worker.messages import usable_id
 
 MOST_LINE_BYTES: Final = 16 * 1024 * 1024
-FIELDS: Final = ("payload", "request_id", "timeout_s", "endpoint", "metadata", "tenant")
+FIELDS: Final = ("payload", "request_id", "timeout_s", "endpoint", "metadata", "tenant", "priority")
 BATCH_FIELDS: Final = ("custom_id", "method", "url", "body")
 ACCEPTED: Final = (
     "a JSON object on one line: a payload for the model; or one with `payload` and perhaps "
-    "`request_id`, `timeout_s`, `endpoint`, `metadata`, `tenant`; or an OpenAI batch line with `custom_id`, `method`, "
-    "`url`, `body`"
+    "`request_id`, `timeout_s`, `endpoint`, `metadata`, `tenant`, `priority`; or an OpenAI batch line with "
+    "`custom_id`, `method`, `url`, `body`"
 )
 
 
@@ -36,6 +36,7 @@ class Line:
     endpoint: str | None = None
     metadata: dict[str, str] = field(default_factory=dict)
     tenant: str | None = None
+    priority: int | None = None
     custom_id: str | None = None
     """Of an OpenAI batch line, which is answered by one."""
 
@@ -59,7 +60,9 @@ class Checked:
     """One for each bad line, with its number in the file."""
 
 
-def check(source: BinaryIO, endpoints: Sequence[str], *, tenants: bool) -> Generator[Checked, None, Checked]:
+def check(
+    source: BinaryIO, endpoints: Sequence[str], *, tenants: bool, priorities: bool
+) -> Generator[Checked, None, Checked]:
     """Look at all lines, yielding now and then so that somebody else may do something. Remembers a hash of each id."""
     found, digest, ids = Checked(), hashlib.sha256(), dict[bytes, int]()
     for number, raw in enumerate(_raw_lines(source), 1):
@@ -71,6 +74,8 @@ def check(source: BinaryIO, endpoints: Sequence[str], *, tenants: bool) -> Gener
             line = read_line(raw, found.lines, endpoints)
             if line.tenant is not None and not tenants:
                 raise BadLine("tenant: over HTTP it is that of the API key; leave it out")
+            if line.priority is not None and not priorities:
+                raise BadLine("priority: only RabbitMQ has any; leave it out")
             if (name := line.custom_id or line.request_id) is not None:
                 first = ids.setdefault(hashlib.blake2b(name.encode(), digest_size=12).digest(), number)
                 if first != number:
@@ -134,13 +139,14 @@ def _own_line(fields: dict[str, msgspec.Raw], index: int, endpoints: Sequence[st
         ("endpoint", lambda value: value in endpoints, "one of " + ", ".join(endpoints)),
         ("metadata", _is_string_map, "an object whose values are strings"),
         ("tenant", lambda value: isinstance(value, str), "a string"),
+        ("priority", _is_priority, f"a whole number from 0 to {MOST_PRIORITY}"),
     )
     problems += [
         f"{name}: must be {accepted}" for name, fits, accepted in wrong if name in said and not fits(said[name])
     ]
     if problems:
         raise BadLine(*problems)
-    timeout_s = said.get("timeout_s")
+    timeout_s, priority = said.get("timeout_s"), said.get("priority")
     metadata = said.get("metadata")
     return Line(
         index=index,
@@ -150,6 +156,7 @@ def _own_line(fields: dict[str, msgspec.Raw], index: int, endpoints: Sequence[st
         endpoint=_text(said.get("endpoint")),
         metadata={str(name): str(value) for name, value in metadata.items()} if isinstance(metadata, dict) else {},
         tenant=_text(said.get("tenant")),
+        priority=priority if isinstance(priority, int) else None,
     )
 
 
@@ -205,6 +212,10 @@ def _is_seconds(value: object) -> bool:
         return 0 < float(value) < math.inf
     except OverflowError:
         return False
+
+
+def _is_priority(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_PRIORITY
 
 
 def _is_string_map(value: object) -> bool:

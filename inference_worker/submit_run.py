@@ -137,6 +137,7 @@ class Run:
                 timeout_s=timeout_s,
                 metadata=line.metadata,
                 tenant=line.tenant,
+                priority=line.priority,
                 request_id=given,
                 within_s=PATIENCE_S,
             )

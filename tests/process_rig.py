@@ -85,6 +85,7 @@ class ProcessDocuments:
     queues: Sequence[Document]
     pools: Sequence[Document] | None = None
     merge: Document | None = None
+    transforms: Document | None = None
     transport: Document = field(default_factory=dict)
     """Other keys of the transport document."""
     kind: str = "redis-sortedset"
@@ -96,7 +97,7 @@ class ProcessDocuments:
 
     def given(self) -> tuple[dict[str, str], dict[str, str]]:
         """Flags by name, and the texts of the files that they name."""
-        files = {"pools.json": self.pools, "merge.json": self.merge}
+        files = {"pools.json": self.pools, "merge.json": self.merge, "transforms.json": self.transforms}
         texts = {name: json.dumps(document) for name, document in files.items() if document is not None}
         flags = {
             "transport": self.kind,
@@ -106,6 +107,8 @@ class ProcessDocuments:
             flags["pool-config-file"] = "pools.json"
         if self.merge is not None:
             flags["request-merge-policy-config-file"] = "merge.json"
+        if self.transforms is not None:
+            flags["transform-config-file"] = "transforms.json"
         return {**flags, **PACE, **self.flags}, texts
 
     def arguments(self, write: Any) -> list[str]:
@@ -191,6 +194,7 @@ async def processing(
     queues: Sequence[Document],
     pools: Sequence[Document] | None = None,
     merge: Document | None = None,
+    transforms: Document | None = None,
     transport: Document | None = None,
     kind: str = "redis-sortedset",
     flags: Mapping[str, str] | None = None,
@@ -206,6 +210,7 @@ async def processing(
         queues=queues,
         pools=pools,
         merge=merge,
+        transforms=transforms,
         transport=transport or {},
         kind=kind,
         flags=flags or {},
@@ -228,9 +233,9 @@ async def processing_of(
     setup = read_setup(given, dict(environ or {}), texts.__getitem__, rng)
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(RedisClient.from_url(documents.url, socket_timeout=None))
-        worker = await stack.enter_async_context(process(setup, Outside(now=time.time, rng=rng)))
-        running = Processing(worker=worker, redis=redis, queues=documents.queue_names)
-        running._task = asyncio.create_task(worker.run(running._stop), name="process")
+        made = await stack.enter_async_context(process(setup, Outside(now=time.time, rng=rng)))
+        running = Processing(worker=made.worker, redis=redis, queues=documents.queue_names)
+        running._task = asyncio.create_task(made.worker.run(running._stop), name="process")
         try:
             if ready:
                 await running.consuming()

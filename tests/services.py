@@ -1,4 +1,4 @@
-"""Where the tests get a real RabbitMQ and a real Redis: by URL, from Docker, or private instances of installed servers.
+"""Where the tests get a real RabbitMQ, Redis, Postgres: by URL, from Docker, or private instances of what is installed.
 
 `TEST_SERVICES` = `url` | `docker` | `local` chooses; unset, it is the first of these that can work. Nothing here knows
 of pytest: `integration/conftest.py` makes fixtures of it. Everything blocks; a test calls it by `asyncio.to_thread`.
@@ -6,6 +6,7 @@ of pytest: `integration/conftest.py` makes fixtures of it. Everything blocks; a 
 
 import atexit
 import os
+import pwd
 import secrets
 import shutil
 import signal
@@ -30,7 +31,12 @@ STOP_S = 30.0
 LOOPBACK = "127.0.0.1"
 RABBITMQ_IMAGE = "rabbitmq:4-management"
 REDIS_IMAGE = "redis:8"
+POSTGRES_IMAGE = "postgres:17"
 DEBIAN_PACKAGES = ("rabbitmq-server", "redis-server")
+POSTGRES_PACKAGE = "postgresql"
+POSTGRES_PASSWORD = "test"
+POSTGRES_USERS = ("postgres", "nobody")
+"""Under one of these it runs where we are root, which it refuses to be."""
 
 Say = Callable[[str], None]
 
@@ -167,6 +173,29 @@ class Redis(_Server):
         return _exchange(self.host, self.port, b"PING\r\n", 5) in (b"+PONG", b"-NOAU")
 
 
+class Postgres(_Server):
+    """One Postgres server."""
+
+    name = "Postgres"
+
+    def __init__(self, host: str, port: int, engine: Engine, *, given_url: str = "") -> None:
+        super().__init__(host, port, engine)
+        self._given_url = given_url
+
+    @property
+    def url(self) -> str:
+        return self._given_url or f"postgresql://postgres:{POSTGRES_PASSWORD}@{self.host}:{self.port}/postgres"
+
+    def at(self, schema: str) -> str:
+        """The URL of one of its schemas."""
+        return f"{self.url}{'&' if '?' in self.url else '?'}search_path={schema}"
+
+    def answers(self) -> bool:
+        """Whether it lets one in: while it starts, it accepts and refuses."""
+        asked = b"\x00\x03\x00\x00user\x00postgres\x00database\x00postgres\x00\x00"
+        return _exchange(self.host, self.port, (len(asked) + 4).to_bytes(4, "big") + asked, 1) == b"R"
+
+
 class Supply(Protocol):
     """One way of getting servers. Those it made are closed with it."""
 
@@ -174,6 +203,7 @@ class Supply(Protocol):
 
     def rabbit(self) -> Rabbit: ...
     def redis(self, *args: str) -> Redis: ...
+    def postgres(self) -> Postgres: ...
     def close(self) -> None: ...
 
 
@@ -258,6 +288,7 @@ class Given:
         if missing:
             raise Unavailable(f"TEST_SERVICES=url needs {' and '.join(missing)}")
         self._rabbit_url, self._redis_url = environ["RABBITMQ_URL"], environ["REDIS_URL"]
+        self._postgres_url = environ.get("POSTGRES_URL", "")
 
     def rabbit(self) -> Rabbit:
         host, port = _address(self._rabbit_url, 5672)
@@ -275,6 +306,12 @@ class Given:
         if not self._redis_url.startswith("rediss:") and not server.answers():
             raise Unavailable(f"REDIS_URL: no Redis answers at {host}:{port}")
         return server
+
+    def postgres(self) -> Postgres:
+        if not self._postgres_url:
+            raise Unavailable("TEST_SERVICES=url needs POSTGRES_URL for the tests of the transport sql")
+        host, port = _address(self._postgres_url, 5432)
+        return Postgres(host, port, Elsewhere(), given_url=self._postgres_url)
 
     def close(self) -> None:
         """Nothing here is ours."""
@@ -345,6 +382,8 @@ class Docker:
     def __init__(self, environ: Mapping[str, str], say: Say) -> None:
         self._rabbit_image = environ.get("RABBITMQ_IMAGE") or RABBITMQ_IMAGE
         self._redis_image = environ.get("REDIS_IMAGE") or REDIS_IMAGE
+        self._postgres_image = environ.get("POSTGRES_IMAGE") or POSTGRES_IMAGE
+        self._say = say
         os.environ.setdefault("TESTCONTAINERS_RYUK_DISABLED", "true")
         self._require_engine()
         for image in (self._rabbit_image, self._redis_image):
@@ -364,6 +403,16 @@ class Docker:
         # Both official images have `redis-server`, the one of Valkey by a link.
         container.with_command(["redis-server", "--save", "", "--protected-mode", "no", *args])
         server = Redis(host, port, Container(container))
+        self._open.callback(server.close)
+        server.start()
+        return server
+
+    def postgres(self) -> Postgres:
+        self._require_image(self._postgres_image, self._say)
+        container, host, port = self._container(self._postgres_image, 5432)
+        container.with_env("POSTGRES_PASSWORD", POSTGRES_PASSWORD)
+        container.with_command(["postgres", "-c", "fsync=off", "-c", "max_connections=200"])
+        server = Postgres(host, port, Container(container))
         self._open.callback(server.close)
         server.start()
         return server
@@ -408,8 +457,15 @@ class Docker:
 class Processes:
     """A server as a process group of ours, in a folder of its own that goes with it."""
 
-    def __init__(self, folder: Path, argv: Sequence[str], environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        stop_signal: signal.Signals = signal.SIGTERM,
+    ) -> None:
         self.folder = folder
+        self._stop_signal = stop_signal
         self._argv = argv
         self._environ = dict(environ)
         self._process: subprocess.Popen[bytes] | None = None
@@ -429,7 +485,7 @@ class Processes:
 
     def stop(self) -> None:
         self.resume()
-        self._end(signal.SIGTERM)
+        self._end(self._stop_signal)
 
     def kill(self) -> None:
         self._end(signal.SIGKILL)
@@ -488,6 +544,7 @@ class Local:
     kind = "local"
 
     def __init__(self, say: Say) -> None:
+        self._say = say
         self._need_binaries(say)
         self._open = ExitStack()
 
@@ -535,6 +592,55 @@ class Local:
         server.start()
         return server
 
+    def postgres(self) -> Postgres:
+        programs = _postgres_programs() or self._installed_postgres()
+        folder, port = _folder("postgres"), free_port()
+        data, environ = folder / "data", _plain_environ(folder)
+        as_user: list[str] = []
+        if os.geteuid() == 0:
+            user = next(pwd.getpwnam(name) for name in POSTGRES_USERS if _is_user(name))
+            os.chown(folder, user.pw_uid, user.pw_gid)
+            as_user = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
+        options = ["--username=postgres", "--auth=trust", "--encoding=UTF8", "--locale=C", "--no-sync"]
+        done = subprocess.run(
+            [*as_user, str(programs / "initdb"), "-D", str(data), *options],
+            env=environ,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise Unavailable(f"local: initdb failed:\n{(done.stdout + done.stderr)[-2000:]}")
+        settings = {
+            "listen_addresses": LOOPBACK,
+            "unix_socket_directories": "",
+            "fsync": "off",
+            "max_connections": "200",
+        }
+        said = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
+        argv = [*as_user, str(programs / "postgres"), "-D", str(data), "-p", str(port), *said]
+        # It waits for its clients to go on SIGTERM, and sends them away on SIGINT.
+        server = Postgres(LOOPBACK, port, Processes(folder, argv, environ, signal.SIGINT))
+        self._open.callback(server.close)
+        server.start()
+        return server
+
+    def _installed_postgres(self) -> Path:
+        """Installed when a test first asks for it, without the instance that Debian's package makes."""
+        if not Path("/etc/debian_version").exists() or os.geteuid() != 0 or not shutil.which("apt-get"):
+            raise Unavailable("local: Postgres is not installed; these tests do it only as root on Debian")
+        self._say(f"installing {POSTGRES_PACKAGE} by apt-get, for tests that need a real Postgres")
+        settings = Path("/etc/postgresql-common/createcluster.conf")
+        if not settings.exists():
+            settings.parent.mkdir(parents=True, exist_ok=True)
+            settings.write_text("create_main_cluster = false\n")
+        _apt_get("update")
+        _apt_get("install", "-y", "--no-install-recommends", POSTGRES_PACKAGE)
+        if (programs := _postgres_programs()) is None:
+            raise Unavailable(f"local: apt-get installed {POSTGRES_PACKAGE}, but its programs are not found")
+        return programs
+
     def close(self) -> None:
         self._open.close()
 
@@ -574,6 +680,26 @@ def _rabbit_programs() -> Path | None:
 
 def _redis_program() -> str | None:
     return shutil.which("redis-server") or shutil.which("valkey-server")
+
+
+def _postgres_programs() -> Path | None:
+    """The folder of the newest one's programs; Debian has none of them in the path."""
+    found = sorted(
+        (path for path in Path("/usr/lib/postgresql").glob("*/bin") if (path / "initdb").exists()),
+        key=lambda path: int(path.parent.name) if path.parent.name.isdigit() else 0,
+    )
+    if found:
+        return found[-1]
+    elsewhere = shutil.which("initdb")
+    return Path(elsewhere).resolve().parent if elsewhere else None
+
+
+def _is_user(name: str) -> bool:
+    try:
+        pwd.getpwnam(name)
+    except KeyError:
+        return False
+    return True
 
 
 def _plain_environ(folder: Path) -> dict[str, str]:

@@ -8,13 +8,14 @@ Not here: the flags that name the documents (`process_flags`), and the parameter
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final, Literal, cast, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from inference_worker.config.values import AmqpUrl, BaseUrl, RedisUrl, Text
+from inference_worker.config.values import AmqpUrl, BaseUrl, RedisUrl, SqlUrl, Text
 from inference_worker.errors import ConfigurationError
 from inference_worker.gates.parameters import Parameters, shown
 from inference_worker.lanes import LANES, TIER_LABEL
@@ -27,14 +28,34 @@ from inference_worker.stamping import (
     legal_value,
 )
 
-TransportKind = Literal["redis-sortedset", "redis-streams", "rabbitmq"]
-KINDS: Final[tuple[TransportKind, ...]] = ("redis-sortedset", "redis-streams", "rabbitmq")
+TransportKind = Literal[
+    "redis-sortedset", "redis-streams", "rabbitmq", "sql", "gcp-pubsub", "redis-pubsub", "extension"
+]
+KINDS: Final[tuple[TransportKind, ...]] = (
+    "redis-sortedset",
+    "redis-streams",
+    "rabbitmq",
+    "sql",
+    "gcp-pubsub",
+    "redis-pubsub",
+)
+"""`extension` is for those of other packages, and no name that a document may have."""
+ALIASES: Final[Mapping[str, TransportKind]] = {"gcp-pubsub-gated": "gcp-pubsub"}
+"""Names that llm-d-async had: whether a topic has a gate is said by the topic."""
 RedisMode = Literal["standalone", "cluster", "sentinel"]
 MODES: Final[tuple[RedisMode, ...]] = ("standalone", "cluster", "sentinel")
-MergeType = Literal["random-robin", "tier-priority", "tier-aging"]
+MergeType = Literal["random-robin", "tier-priority", "tier-aging", "extension"]
 MERGE_TYPES: Final[tuple[MergeType, ...]] = ("random-robin", "tier-priority", "tier-aging")
 
-TRANSFORM_TYPES: Final = ("gcs_uri_multipart",)
+TransformType = Literal["gcs_uri_multipart", "multipart", "extension"]
+TRANSFORM_TYPES: Final[tuple[TransformType, ...]] = ("gcs_uri_multipart", "multipart")
+AnswerTransformType = Literal["model_name", "extension"]
+ANSWER_TRANSFORM_TYPES: Final[tuple[AnswerTransformType, ...]] = ("model_name",)
+
+PartKind = Literal["gate", "merge policy", "transport", "transform", "answer transform", "billing sink"]
+"""What other packages may bring (`extensions.py`)."""
+OtherNames = Callable[[PartKind], Sequence[str]]
+"""The names of what they bring; asked for only where a name is not built in."""
 
 DEFAULT_POOL: Final = "default"
 DEFAULT_PATH: Final = "/v1/completions"
@@ -66,10 +87,12 @@ GateType = Literal[
     "redis-leased-rate",
     "redis-quota",
     "reservation-classifier",
+    "sql-quota",
     "tier-priority-admission",
     "wait-on-refuse",
 ]
 GATE_TYPES: Final[tuple[GateType, ...]] = get_args(GateType)
+SQL_QUOTA: Final = "sql-quota"
 
 LEGAL_VALUE: Final = "what a header can have: no line ends, no control characters"
 
@@ -102,6 +125,25 @@ class QueueConfig:
     """Empty: the message's choice, else the transport's."""
     result_ttl_s: int = 0
     """0: results do not expire."""
+    model: str = ""
+    """The name by which its requests ask for their model there; empty: as their callers say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueNames:
+    """What a document calls its queues, and a queue its name and where its results go."""
+
+    several: str = "queues"
+    name: str = "queue_name"
+    results: str = "result_queue_name"
+
+
+QUEUES: Final = QueueNames()
+RESULTS: Final[Mapping[str, str]] = {"sql": "result-sql", "redis-pubsub": "result-queue"}
+"""Where results go, where nobody says otherwise, unless into `result-list`."""
+NAMES: Final[Mapping[str, QueueNames]] = {
+    "gcp-pubsub": QueueNames(several="topics", name="subscriber_id", results="result_topic_id")
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +153,10 @@ class TransportConfig:
     kind: TransportKind
     url: Text | None
     """None: as the environment says."""
+    extension: str = ""
+    """Its name, where another package has it."""
+    parameters: Mapping[str, object] = field(default_factory=dict)
+    """What the document says to that one alone."""
     mode: RedisMode = "standalone"
     addresses: tuple[str, ...] = ()
     master_name: str = ""
@@ -120,8 +166,17 @@ class TransportConfig:
     batch_size: int = 10
     claim_lease_s: float = 300.0
     claim_reclaim_interval_s: float = 15.0
+    max_connections: int = 10
+    """To Postgres, of one process."""
+    project: str = ""
+    """Of Google Cloud, which has the subscriptions."""
     enable_tracing: bool = False
     queues: tuple[QueueConfig, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """As `--transport` has it."""
+        return self.extension or self.kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +200,15 @@ class MergeConfig:
     patience: int | None = None
     """For `tier-aging`: how often a lane that has work is passed over at most; None: as the policy has it."""
     lane_patience: Mapping[str, int] = field(default_factory=dict)
+    extension: str = ""
+    """Its name, where another package has it."""
+    parameters: Mapping[str, object] = field(default_factory=dict)
+    """What the document says to that one alone."""
+
+    @property
+    def name(self) -> str:
+        """As the document has it."""
+        return self.extension or self.type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,10 +216,25 @@ class TransformConfig:
     """What makes another body of a payload; the first that fits does."""
 
     name: str
-    type: str
+    type: TransformType
     parameters: Mapping[str, object]
     where: str
     """Its place in the document, for problems with its parameters."""
+    extension: str = ""
+    """The name of its type, where another package has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerTransformConfig:
+    """What makes another answer of one; each gets what the one before has made."""
+
+    name: str
+    type: AnswerTransformType
+    parameters: Mapping[str, object]
+    where: str
+    """Its place in the document, for problems with its parameters."""
+    extension: str = ""
+    """The name of its type, where another package has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,9 +245,15 @@ class ProcessDocuments:
     pools: tuple[PoolConfig, ...]
     merge: MergeConfig
     transforms: tuple[TransformConfig, ...] = ()
+    answer_transforms: tuple[AnswerTransformConfig, ...] = ()
 
 
 GateProblems = Callable[[GateConfig], Sequence[str]]
+
+
+def no_others(_: PartKind) -> Sequence[str]:
+    """There are no parts but those that are built in."""
+    return ()
 
 
 def read_documents(
@@ -182,29 +267,41 @@ def read_documents(
     concurrency: int = DEFAULT_WORKERS,
     without_queues: bool = False,
     gate_problems: GateProblems | None = None,
+    others: OtherNames = no_others,
 ) -> ProcessDocuments:
     """Read the documents. Without one for pools there is one pool, `default`, of `concurrency` workers.
 
     `url` is the broker's where the document has none. `without_queues`: no queue is fine, as it is for a process that
     runs already. `gate_problems` finds out what is wrong with a gate; its type and those inside it where left out.
+    `others` has the names of what other packages bring.
 
     Raises:
         ConfigurationError: with every problem of all documents.
     """
     problems: list[str] = []
-    transport = _transport(kind, transport_json, url, without_queues, problems)
+    transport = _transport(kind, transport_json, url, without_queues, others, problems)
     pools = _pools(pools_json, concurrency, problems)
-    merge = _merge(merge_json, problems)
-    transforms = _transforms(transform_json, problems)
+    merge = _merge(merge_json, others, problems)
+    transforms, answer_transforms = _transforms(transform_json, others, problems)
     if pools is not None:
         _check_pools(transport, pools, problems)
     gates = [*(queue.gate for queue in transport.queues), *(pool.gate for pool in pools or ())]
     for gate in gates:
         if gate is not None:
             problems.extend((gate_problems or type_problems)(gate))
+            problems.extend(_misplaced(gate, transport.kind))
     if problems:
         raise ConfigurationError(tuple(dict.fromkeys(problems)))
-    return ProcessDocuments(transport=transport, pools=pools or (), merge=merge, transforms=transforms)
+    return ProcessDocuments(
+        transport=transport, pools=pools or (), merge=merge, transforms=transforms, answer_transforms=answer_transforms
+    )
+
+
+def _misplaced(gate: GateConfig, kind: TransportKind) -> list[str]:
+    """A gate that counts where the queues are, and they are not there."""
+    if kind == "sql" or SQL_QUOTA not in json.dumps([gate.gate_type, gate.gate_params]):
+        return []
+    return [f"{gate.where}: has a gate {SQL_QUOTA}; accepted: with --transport sql"]
 
 
 def type_problems(gate: GateConfig) -> list[str]:
@@ -232,25 +329,34 @@ def _check_type(gate_type: str, given: Parameters, where: str, name: str = "gate
 # ---------------------------------------------------------------- the transport
 
 
-def _transport(kind: str, text: str, url: str | None, without_queues: bool, problems: list[str]) -> TransportConfig:
-    known = next((known for known in KINDS if known == kind), None)
-    if known is None:
-        problems.append(f"--transport: is {shown(kind)}; accepted: {', '.join(KINDS)}")
+def _transport(
+    kind: str, text: str, url: str | None, without_queues: bool, others: OtherNames, problems: list[str]
+) -> TransportConfig:
+    known = ALIASES.get(kind) or next((known for known in KINDS if known == kind), None)
+    extension = ""
+    if known is None and kind in (names := others("transport")):
+        known, extension = "extension", kind
+    elif known is None:
+        problems.append(f"--transport: is {shown(kind)}; accepted: {', '.join((*KINDS, *names))}")
     before = len(problems)
     document = _object(text, "transport", problems)
     if not document and len(problems) > before:  # Nothing could be read: no word of what is missing in it.
         return TransportConfig(kind=known or "redis-sortedset", url=None)
     given = Parameters(document, "transport", problems)
-    given.has("queues")
-    items = _list(document.get("queues"), "transport.queues", problems)
+    names_of = NAMES.get(known or "", QUEUES)
+    given.has(names_of.several)
+    where = f"transport.{names_of.several}"
+    items = _list(document.get(names_of.several), where, problems)
     if not items and not without_queues:
-        problems.append("transport.queues: has no queue; accepted: at least one")
+        problems.append(f"{where}: has no queue; accepted: at least one")
     if len(items) > MOST_QUEUES:
-        problems.append(f"transport.queues: has {len(items)} queues; accepted: up to {MOST_QUEUES}")
-    queues = [_queue(item, f"transport.queues[{place}]", problems) for place, item in enumerate(items[:MOST_QUEUES])]
-    _once("transport.queues", "id", [queue.id for queue in queues], problems)
-    _once("transport.queues", "queue_name", [queue.queue_name for queue in queues], problems)
+        problems.append(f"{where}: has {len(items)} queues; accepted: up to {MOST_QUEUES}")
+    queues = [_queue(item, f"{where}[{place}]", names_of, problems) for place, item in enumerate(items[:MOST_QUEUES])]
+    _once(where, "id", [queue.id for queue in queues], problems)
+    _once(where, names_of.name, [queue.queue_name for queue in queues], problems)
     config = _of_a_kind(known or "redis-sortedset", document, given, url, tuple(queues), problems)
+    if extension:
+        config = replace(config, extension=extension, parameters=given.rest())
     if known is not None:
         given.finish()
         _check_keys(config, problems)
@@ -288,14 +394,20 @@ def _of_a_kind(
     queues: tuple[QueueConfig, ...],
     problems: list[str],
 ) -> TransportConfig:
+    if kind == "gcp-pubsub":
+        return _of_pubsub(given, queues, problems)
     config = TransportConfig(
         kind=kind,
         url=_broker_url(kind, given, url, problems),
-        result_queue_name=given.text("result_queue_name", "result-list"),
+        result_queue_name=given.text("result_queue_name", RESULTS.get(kind, "result-list")),
         batch_size=_or_default(given, "batch_size", 10, MOST_WORKERS),
         enable_tracing=given.switch("enable_tracing", False),
         queues=queues,
     )
+    if kind == "sql":
+        return _of_sql(config, given)
+    if kind == "redis-pubsub":
+        return replace(config, retry_queue_name=given.text("retry_queue_name", "retry-sortedset"))
     if kind != "redis-sortedset":
         return config
     mode, addresses, master_name = _topology(document, given, problems)
@@ -308,6 +420,41 @@ def _of_a_kind(
         poll_interval_s=_or_default(given, "poll_interval_ms", 1000, 3_600_000) / 1000,
         claim_lease_s=float(_or_default(given, "claim_lease_ttl_seconds", 300, YEAR_S)),
         claim_reclaim_interval_s=_or_default(given, "claim_reclaim_interval_ms", 15_000, YEAR_S * 1000) / 1000,
+    )
+
+
+def _of_sql(config: TransportConfig, given: Parameters) -> TransportConfig:
+    # Taken for the documents there are: rows are not dealt out in partitions, nor looked at in batches of a set size.
+    for name, default in (
+        ("handoff_timeout_seconds", 900),
+        ("result_batch_size", 32),
+        ("cancel_check_batch_size", 256),
+        ("cancel_check_linger_ms", 5),
+    ):
+        given.whole(name, default, at_least=0, at_most=YEAR_S)
+    return replace(
+        config,
+        poll_interval_s=_or_default(given, "poll_interval_ms", 1000, 3_600_000) / 1000,
+        claim_lease_s=float(_or_default(given, "lease_ttl_seconds", 30, YEAR_S)),
+        max_connections=_or_default(given, "max_connections", 10, 10_000),
+    )
+
+
+def _of_pubsub(given: Parameters, queues: tuple[QueueConfig, ...], problems: list[str]) -> TransportConfig:
+    results = given.text("result_topic_id", "")
+    problems.extend(
+        f"transport.topics[{place}].result_topic_id: is missing; accepted: a topic, here or for all of them"
+        for place, queue in enumerate(queues)
+        if not (results or queue.result_queue_name)
+    )
+    return TransportConfig(
+        kind="gcp-pubsub",
+        url=None,
+        project=given.text("project_id"),
+        result_queue_name=results,
+        batch_size=given.whole("batch_size", 10, at_least=1, at_most=1000),
+        enable_tracing=given.switch("enable_tracing", False),
+        queues=queues,
     )
 
 
@@ -340,20 +487,26 @@ def _topology(
 
 def _broker_url(kind: TransportKind, given: Parameters, url: str | None, problems: list[str]) -> Text | None:
     """Never shown where it is wrong: it may hold a password."""
-    said = given.text("url", "") or url or ""
+    written = given.text("url", "")
+    if kind == "extension":
+        return Text(written) if written else None
+    said = (url or written if kind == "sql" else written or url) or ""
     if said:
-        return _url(said, _amqp if kind == "rabbitmq" else _redis, "transport.url", problems)
-    if kind == "redis-sortedset":
+        adapter = _sql if kind == "sql" else _amqp if kind == "rabbitmq" else _redis
+        return _url(said, adapter, "transport.url", problems)
+    if kind == "sql":
+        problems.append("transport.url: is missing; accepted: a postgres:// URL, here or in SQL_URL")
+    if kind in ("redis-sortedset", "redis-pubsub"):
         problems.append("transport.url: is missing; accepted: a redis:// URL, here or in REDIS_URL")
     return None
 
 
-def _queue(item: object, where: str, problems: list[str]) -> QueueConfig:
+def _queue(item: object, where: str, names: "QueueNames", problems: list[str]) -> QueueConfig:
     if not isinstance(item, Mapping):
         problems.append(f"{where}: is {shown(item)}; accepted: an object")
         return QueueConfig(id="", queue_name="", base_url=Text(""), request_path=DEFAULT_PATH, worker_pool_id="")
     given = Parameters(item, where, problems)
-    queue_name = given.text("queue_name")
+    queue_name = given.text(names.name)
     base_url = given.text("igw_base_url")
     queue = QueueConfig(
         id=given.text("id", queue_name),
@@ -364,8 +517,9 @@ def _queue(item: object, where: str, problems: list[str]) -> QueueConfig:
         objective=given.text("inference_objective", ""),
         gate=_gate(given, item, where, problems),
         labels=given.texts("labels"),
-        result_queue_name=given.text("result_queue_name", ""),
+        result_queue_name=given.text(names.results, ""),
         result_ttl_s=given.whole("result_ttl_seconds", 0, at_least=0, at_most=YEAR_S),
+        model=given.text("model_override", ""),
     )
     if not legal_value(queue.objective):
         given.wrong("inference_objective", LEGAL_VALUE)
@@ -422,8 +576,9 @@ def _pool(item: object, where: str, problems: list[str]) -> PoolConfig | None:
 def _check_pools(transport: TransportConfig, pools: Sequence[PoolConfig], problems: list[str]) -> None:
     names = [pool.id for pool in pools]
     accepted = f"one of the pools: {', '.join(names)}" if names else "a pool, of which there is none"
+    several = NAMES.get(transport.kind, QUEUES).several
     problems.extend(
-        f"transport.queues[{place}].worker_pool_id: is {shown(queue.worker_pool_id)}; accepted: {accepted}"
+        f"transport.{several}[{place}].worker_pool_id: is {shown(queue.worker_pool_id)}; accepted: {accepted}"
         for place, queue in enumerate(transport.queues)
         if queue.worker_pool_id and queue.worker_pool_id not in names
     )
@@ -432,12 +587,13 @@ def _check_pools(transport: TransportConfig, pools: Sequence[PoolConfig], proble
 # ---------------------------------------------------------------- the merge policy
 
 
-def _merge(text: str | None, problems: list[str]) -> MergeConfig:
+def _merge(text: str | None, others: OtherNames, problems: list[str]) -> MergeConfig:
     if text is None:
         return MergeConfig()
     document = _object(text, "merge", problems)
     given = Parameters(document, "merge", problems)
-    kind = next(known for known in MERGE_TYPES if known == given.choice("type", MERGE_TYPES))
+    named = _named(given, MERGE_TYPES, "merge policy", others)
+    kind: MergeType = next((known for known in MERGE_TYPES if known == named), "extension")
     params = given.inner("parameters")
     merge = MergeConfig(
         type=kind,
@@ -447,7 +603,15 @@ def _merge(text: str | None, problems: list[str]) -> MergeConfig:
         ),
         max_per_lane=_given_whole(params, "max_per_lane"),
     )
-    if kind != "random-robin":
+    if kind == "extension":
+        merge = replace(
+            merge,
+            tier_label=params.text("tier_label", TIER_LABEL),
+            stamps=_lane_stamps(params, merge),
+            extension=named,
+            parameters=params.rest(),
+        )
+    elif kind != "random-robin":
         merge = replace(merge, tier_label=params.text("tier_label", TIER_LABEL), stamps=_lane_stamps(params, merge))
     if kind == "tier-aging":
         patience = {name: _given_whole(params.inner("lane_patience"), name) for name in _lanes(params, "lane_patience")}
@@ -497,48 +661,73 @@ def _given_whole(params: Parameters, name: str) -> int | None:
     return params.whole(name, 1, at_least=1, at_most=1_000_000) if params.has(name) else None
 
 
-# ---------------------------------------------------------------- body transforms
+# ---------------------------------------------------------------- transforms
 
 
-def _transforms(text: str | None, problems: list[str]) -> tuple[TransformConfig, ...]:
+def _transforms(
+    text: str | None, others: OtherNames, problems: list[str]
+) -> tuple[tuple[TransformConfig, ...], tuple[AnswerTransformConfig, ...]]:
+    """Of requests and of answers."""
     if text is None:
-        return ()
+        return (), ()
     document = _object(text, "transforms", problems)
     given = Parameters(document, "transforms", problems)
     given.has("requestTransforms")
-    if given.has("responseTransforms") and document["responseTransforms"] != []:
-        given.wrong("responseTransforms", "none: answers pass as they came")
+    given.has("responseTransforms")
     given.finish()
-    where = "transforms.requestTransforms"
-    items = enumerate(_list(document.get("requestTransforms"), where, problems))
-    transforms = [
-        made for place, item in items if (made := _transform(item, f"{where}[{place}]", problems)) is not None
-    ]
-    _once(where, "name", [transform.name for transform in transforms], problems)
-    return tuple(transforms)
-
-
-def _transform(item: object, where: str, problems: list[str]) -> TransformConfig | None:
-    if not isinstance(item, Mapping):
-        problems.append(f"{where}: is {shown(item)}; accepted: an object")
-        return None
-    given = Parameters(item, where, problems)
-    parameters = item.get("parameters")
-    given.inner("parameters")
-    transform = TransformConfig(
-        name=given.text("name"),
-        type=given.choice("type", TRANSFORM_TYPES),
-        parameters=parameters if isinstance(parameters, Mapping) else {},
-        where=where,
+    requests = tuple(
+        TransformConfig(
+            name=one.text("name"),
+            type=next((known for known in TRANSFORM_TYPES if known == named), "extension"),
+            parameters=parameters,
+            where=one.where,
+            extension="" if named in TRANSFORM_TYPES else named,
+        )
+        for one, parameters in _each(document, "requestTransforms", problems)
+        for named in [_named(one, TRANSFORM_TYPES, "transform", others)]
     )
-    given.finish()
-    return transform
+    answers = tuple(
+        AnswerTransformConfig(
+            name=one.text("name"),
+            type=next((known for known in ANSWER_TRANSFORM_TYPES if known == named), "extension"),
+            parameters=parameters,
+            where=one.where,
+            extension="" if named in ANSWER_TRANSFORM_TYPES else named,
+        )
+        for one, parameters in _each(document, "responseTransforms", problems)
+        for named in [_named(one, ANSWER_TRANSFORM_TYPES, "answer transform", others)]
+    )
+    _once("transforms.requestTransforms", "name", [transform.name for transform in requests], problems)
+    _once("transforms.responseTransforms", "name", [transform.name for transform in answers], problems)
+    return requests, answers
+
+
+def _each(
+    document: Mapping[str, object], key: str, problems: list[str]
+) -> Iterator[tuple[Parameters, Mapping[str, object]]]:
+    """The transforms of a list, each with its parameters, which nobody has looked at."""
+    for place, item in enumerate(_list(document.get(key), f"transforms.{key}", problems)):
+        where = f"transforms.{key}[{place}]"
+        if not isinstance(item, Mapping):
+            problems.append(f"{where}: is {shown(item)}; accepted: an object")
+            continue
+        given = Parameters(item, where, problems)
+        parameters = item.get("parameters")
+        given.inner("parameters")
+        yield given, parameters if isinstance(parameters, Mapping) else {}
+        given.finish()
+
+
+def _named(given: Parameters, built_in: Sequence[str], kind: PartKind, others: OtherNames) -> str:
+    """The type that is named: one that is built in, or one that another package has."""
+    return given.choice("type", built_in, more=partial(others, kind))
 
 
 # ---------------------------------------------------------------- JSON and URLs
 
 _amqp: Final = TypeAdapter[Text](AmqpUrl)
 _redis: Final = TypeAdapter[Text](RedisUrl)
+_sql: Final = TypeAdapter[Text](SqlUrl)
 _base: Final = TypeAdapter[Text](BaseUrl)
 
 

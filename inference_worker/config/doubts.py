@@ -32,6 +32,7 @@ class Doubt:
 def doubts(documents: ProcessDocuments, *, most_files: int) -> list[Doubt]:
     """All of them. `most_files` is how many files and sockets the process may have open."""
     return [
+        *_deprecated(documents),
         *_idle_pools(documents),
         *_odd_tiers(documents),
         *_unread_classes(documents),
@@ -51,6 +52,12 @@ def _queues_of(documents: ProcessDocuments, pool: str) -> list[QueueConfig]:
     return [queue for queue in documents.transport.queues if queue.worker_pool_id == pool]
 
 
+def _deprecated(documents: ProcessDocuments) -> Iterator[Doubt]:
+    if documents.transport.kind == "redis-pubsub":
+        detail = "redis-pubsub is deprecated: what nobody listens to is lost, as is what a killed worker held"
+        yield Doubt(what="transport", detail=detail, mend="redis-sortedset, whose producers only write elsewhere")
+
+
 def _idle_pools(documents: ProcessDocuments) -> Iterator[Doubt]:
     for pool in documents.pools:
         if not _queues_of(documents, pool.id):
@@ -60,8 +67,8 @@ def _idle_pools(documents: ProcessDocuments) -> Iterator[Doubt]:
 
 def _odd_tiers(documents: ProcessDocuments) -> Iterator[Doubt]:
     merge = documents.merge
-    if merge.type == "random-robin":
-        return
+    if merge.type in ("random-robin", "extension"):
+        return  # Without lanes, or with lanes of its own.
     label = merge.tier_label
     odd = [queue.queue_name for queue in documents.transport.queues if queue.labels.get(label) not in TIERS]
     if odd:
@@ -87,7 +94,8 @@ def _unread_classes(documents: ProcessDocuments) -> Iterator[Doubt]:
 def _classifies(gate: GateTree) -> bool:
     if gate.gate_type == "reservation-classifier":
         return True
-    return gate.gate_type == "redis-quota" and gate.given.text("gating_mode", "blocking") == "classifying"
+    quota = gate.gate_type in ("redis-quota", "sql-quota")
+    return quota and gate.given.text("gating_mode", "blocking") == "classifying"
 
 
 def _unread(what: str, why: str) -> Doubt:
@@ -130,7 +138,7 @@ def _quotas(gate: GateConfig | None) -> list[tuple[tuple[str, ...], str]]:
 
 def _eternal_results(documents: ProcessDocuments) -> Iterator[Doubt]:
     transport = documents.transport
-    if transport.kind != "redis-sortedset":
+    if transport.kind not in ("redis-sortedset", "sql"):
         return
     lives: dict[str, set[int]] = {}
     for queue in transport.queues:

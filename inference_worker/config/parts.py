@@ -28,6 +28,7 @@ from inference_worker.config.values import (
     Plain,
     RedisUrl,
     SinkUrl,
+    SqlUrl,
     StatusCodes,
     StreamName,
     Text,
@@ -111,6 +112,13 @@ class RabbitMQSettings(Part):
     )
     delivery_limit: int = whole(
         "RABBITMQ_DELIVERY_LIMIT", 100, "the quorum queue's own limit of deliveries, a last line", 1, 1_000_000_000
+    )
+    max_priority: int = whole(
+        "RABBITMQ_MAX_PRIORITY",
+        0,
+        "levels of priority of a classic queue, used when it is first declared; 0 = none; quorum queues have two",
+        0,
+        255,
     )
     max_crashes: int = whole(
         "INFERENCE_MAX_CRASHES", 3, "a request whose worker died this often while running it is dead-lettered", 1, 1000
@@ -217,6 +225,35 @@ class RedisSettings(Part):
             return parts.geturl()
         netloc = f"{name}:{percent_encoded(self.password.now())}@{host}"
         return urlunsplit(parts._replace(netloc=netloc))
+
+
+class SqlSettings(Part):
+    url: SqlUrl | None = variable(
+        "SQL_URL",
+        None,
+        "where the queues of the transport sql are; wins over the url of its document",
+        "postgres:// or postgresql:// with a host",
+        file=True,
+    )
+
+    @property
+    def given(self) -> bool:
+        return self.url is not None
+
+    @property
+    def address(self) -> str:
+        """Where Postgres is, as it may be logged."""
+        return without_user(self.url_now())
+
+    def url_now(self) -> str:
+        """The URL to connect with, its file read again."""
+        return "" if self.url is None else self.url.now()
+
+
+class PubsubSettings(Part):
+    emulator: Plain = variable(
+        "PUBSUB_EMULATOR_HOST", "", "an emulator to use in the place of Google Cloud Pub/Sub, without TLS", "host:port"
+    )
 
 
 class ModelSettings(Part):
@@ -326,10 +363,30 @@ class MetricsSettings(Part):
         return None if self.dcgm_url is None else self.dcgm_url.now()
 
 
+CROESUS = "croesus"
+"""The billing server's name as a sink."""
+
+
 class BillingSettings(Part):
     url: SinkUrl = variable(
         "CROESUS_HOST", ..., "the billing server's URL; off = none", "http:// or https://, or off", file=True
     )
+    sink: Plain = variable(
+        "BILLING_SINK", CROESUS, "who takes usage events: the billing server, or a sink of another package", "a name"
+    )
+    sink_parameters: Password = variable(
+        "BILLING_SINK_PARAMETERS",
+        Text(""),
+        "what a sink of another package is told",
+        "a JSON object on one line",
+        secret=True,
+        shown="",
+    )
+
+    @property
+    def on(self) -> bool:
+        """Somebody takes usage events."""
+        return self.url is not None or self.sink != CROESUS
 
     def url_now(self) -> str | None:
         return None if self.url is None else self.url.now()

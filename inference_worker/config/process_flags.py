@@ -14,12 +14,15 @@ from typing import Final, Literal, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from inference_worker.config.documents import (
+    ALIASES,
     DEFAULT_PATH,
     DEFAULT_WORKERS,
     KINDS,
     MOST_WORKERS,
     GateProblems,
+    OtherNames,
     ProcessDocuments,
+    no_others,
     read_documents,
 )
 from inference_worker.config.values import BaseUrl, Text
@@ -68,7 +71,7 @@ FLAGS: Final[tuple[Flag, ...]] = (
     Flag(
         name="transport-config-watch-interval",
         default="0",
-        meaning="accepted, and without effect as yet: queues are read when it starts",
+        meaning="how often it is looked whether the files of the documents have changed; 0: only at SIGHUP",
         kind="seconds",
     ),
     Flag(name="pool-config-file", default="", meaning="the file of the pools; without one there is one, `default`"),
@@ -77,7 +80,7 @@ FLAGS: Final[tuple[Flag, ...]] = (
         default="",
         meaning="the file of the merge policy; without one it is random-robin",
     ),
-    Flag(name="transform-config-file", default="", meaning="the file of the body transforms: none are served yet"),
+    Flag(name="transform-config-file", default="", meaning="the file of the transforms"),
     Flag(
         name="concurrency",
         default=str(DEFAULT_WORKERS),
@@ -206,26 +209,30 @@ class ProcessFlags:
     """What was left out, and which flags are old: one warning each."""
 
 
-def read_flags(given: Mapping[str, str], read_file: Callable[[str], str]) -> ProcessFlags:
+def read_flags(
+    given: Mapping[str, str], read_file: Callable[[str], str], others: OtherNames = no_others
+) -> ProcessFlags:
     """Make documents of the flags that were given, by their names; `read_file` raises OSError or ValueError.
+
+    `others` has the names of transports that other packages bring.
 
     Raises:
         ConfigurationError: with every problem.
     """
-    flags, problems = flags_and_problems(given, read_file)
+    flags, problems = flags_and_problems(given, read_file, others)
     if problems:
         raise ConfigurationError(problems)
     return flags
 
 
 def flags_and_problems(
-    given: Mapping[str, str], read_file: Callable[[str], str]
+    given: Mapping[str, str], read_file: Callable[[str], str], others: OtherNames = no_others
 ) -> tuple[ProcessFlags, tuple[str, ...]]:
     """The same, with all that is wrong beside it: what could be read may be wrong itself."""
     problems = [f"--{name}: is no flag; {_meant(name)}" for name in given if name not in BY_NAME]
     values = _Values(given, problems)
     files = _Files(read_file, problems)
-    text, kind, file, queues_alone = _transport(values, files)
+    text, kind, file, queues_alone = _transport(values, files, others)
     merge_file = _either(values, "request-merge-policy-config-file", "request-merge-policy-config")
     if values.text("pool-config-file") and not _has_queue_list(values):
         values.wrong("pool-config-file", "only with --transport-config, --transport-config-file or a list of queues")
@@ -279,9 +286,14 @@ def _meant(name: str) -> str:
 
 
 def documents_of(
-    flags: ProcessFlags, *, url: str | None = None, gate_problems: GateProblems | None = None
+    flags: ProcessFlags,
+    *,
+    url: str | None = None,
+    gate_problems: GateProblems | None = None,
+    without_queues: bool = False,
+    others: OtherNames = no_others,
 ) -> ProcessDocuments:
-    """The documents that the flags name. `url` is the broker's by the environment.
+    """The documents that the flags name. `url` is the broker's by the environment; see `read_documents` for the rest.
 
     Raises:
         ConfigurationError: with every problem of all documents.
@@ -294,17 +306,19 @@ def documents_of(
         flags.transform_json,
         url=url,
         concurrency=flags.concurrency,
+        without_queues=without_queues,
         gate_problems=gate_problems,
+        others=others,
     )
 
 
 # ---------------------------------------------------------------- the transport
 
 
-def _transport(values: "_Values", files: "_Files") -> tuple[str, str, str, bool]:
+def _transport(values: "_Values", files: "_Files", others: OtherNames) -> tuple[str, str, str, bool]:
     """The document, the kind, the file that it was read from, and whether that has the queues alone."""
     if values.new_transport:
-        return _new_transport(values, files)
+        return _new_transport(values, files, others)
     kind = values.text("message-queue-impl")
     if not any(values.given(flag.name) for flag in FLAGS if flag.instead):
         values.problems.append(f"--transport: is missing; accepted: {', '.join(KINDS)}, and one of {_TRANSPORT}")
@@ -314,11 +328,12 @@ def _transport(values: "_Values", files: "_Files") -> tuple[str, str, str, bool]
     return _old_transport(values, files)
 
 
-def _new_transport(values: "_Values", files: "_Files") -> tuple[str, str, str, bool]:
+def _new_transport(values: "_Values", files: "_Files", others: OtherNames) -> tuple[str, str, str, bool]:
     kind, text, file = (values.text(name) for name in NEW_TRANSPORT)
-    if kind not in KINDS:
-        # llm-d-async takes redis-pubsub where nothing is said, whose queues are no queues of ours: better ask.
-        values.wrong("transport", ", ".join(KINDS))
+    kind = ALIASES.get(kind, kind)
+    if kind not in KINDS and kind not in (more := others("transport")):
+        # llm-d-async takes redis-pubsub where nothing is said, which loses requests and is deprecated: better ask.
+        values.wrong("transport", ", ".join((*KINDS, *more)))
     if bool(text) == bool(file):
         said = "both are given" if text else "neither is given"
         values.problems.append(f"--transport-config, --transport-config-file: {said}; accepted: exactly one")

@@ -21,9 +21,11 @@ from inference_worker.config.parts import (
     ModelSettings,
     OpsSettings,
     Part,
+    PubsubSettings,
     RabbitMQSettings,
     RedisSettings,
     ScaleSettings,
+    SqlSettings,
     StreamsSettings,
     TlsSettings,
     TracesSettings,
@@ -85,6 +87,8 @@ class Settings(Part):
     rabbitmq: RabbitMQSettings
     streams: StreamsSettings
     redis: RedisSettings
+    sql: SqlSettings
+    pubsub: PubsubSettings
     model: ModelSettings
     health: HealthSettings
     metrics: MetricsSettings
@@ -316,6 +320,9 @@ def _across(parts: Mapping[str, Part], values: Mapping[str, str | Text], needs: 
     match parts:
         case {"rabbitmq": RabbitMQSettings(dlq=dlq), "identity": IdentitySettings(request_queue=queue)} if dlq == queue:
             yield "INFERENCE_DLQ", "is the name of the request queue"
+    match parts:
+        case {"rabbitmq": RabbitMQSettings(queue_type="quorum", max_priority=levels)} if levels:
+            yield "RABBITMQ_MAX_PRIORITY", f"{levels} is for classic queues (RABBITMQ_QUEUE_TYPE)"
     match parts:
         case {"transport": TransportSettings(kind="memory")} if needs != "dev":
             yield "TRANSPORT", "'memory' keeps nothing outside this process, and only dev has it"

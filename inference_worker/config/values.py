@@ -161,6 +161,11 @@ def _redis_url(url: str) -> str:
     return url.strip()
 
 
+def _sql_url(url: str) -> str:
+    _split(url, ("postgres", "postgresql"))
+    return url.strip()
+
+
 def is_off(given: object) -> bool:
     """The word that switches a sink off on purpose."""
     return (given.now() if isinstance(given, Text) else str(given)).strip().lower() == "off"
@@ -337,6 +342,7 @@ BaseUrl = Annotated[Text, _text_of(_base_url, secret=False)]
 PageUrl = Annotated[Text, _text_of(_page_url, secret=False)]
 AmqpUrl = Annotated[Text, _text_of(_amqp_url, secret=False)]
 RedisUrl = Annotated[Text, _text_of(_redis_url, secret=False)]
+SqlUrl = Annotated[Text, _text_of(_sql_url, secret=False)]
 SinkUrl = Annotated[Text | None, PlainValidator(_sink_url)]
 Password = Annotated[Text, _text_of(_plain, secret=True)]
 WebhookSecret = Annotated[Text, _text_of(_webhook_secret, secret=True)]

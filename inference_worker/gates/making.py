@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Final, Literal, assert_never
+from typing import TYPE_CHECKING, Final, Literal, assert_never, cast
 
 import httpx
 from pydantic import TypeAdapter, ValidationError
@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from inference_worker.config.documents import GATE_TYPES, GateConfig, GateType
 from inference_worker.config.values import RedisUrl, Text
 from inference_worker.errors import ConfigurationError
+from inference_worker.extensions import Extensions, GateParts
 from inference_worker.gates.aimd import Aimd, aimd
 from inference_worker.gates.basic import (
     Constant,
@@ -34,14 +35,18 @@ from inference_worker.gates.from_metrics import (
     prometheus_query,
     prometheus_saturation,
 )
+from inference_worker.gates.guarded import GuardedGate
 from inference_worker.gates.headroom import OwnLoad, OwnLoads
-from inference_worker.gates.parameters import GateSpec, Parameters, shown
+from inference_worker.gates.parameters import GateSpec, Parameters
 from inference_worker.gates.quota import LinkTo, redis_quota, reservation_classifier
 from inference_worker.gates.redis_gates import DrainLimit, redis_budget, redis_leased_rate
 from inference_worker.gates.saturation import Seen
 from inference_worker.gates.tiers import tier_priority_admission
 from inference_worker.ports import Gate
 from inference_worker.redis_scripts import RedisLink, RedisTls
+
+if TYPE_CHECKING:
+    from inference_worker.sql_place import SqlPlace
 
 DEEPEST: Final = 16
 """Gates inside gates."""
@@ -84,10 +89,14 @@ class Around:
     """Told of each look of a metric gate: whose it is, and the inference pool that its parameters name, if any."""
     lent: Callable[[Owner, DrainLimit], None]
     """Told of each change of a leased rate, and at its beginning."""
+    sql: "SqlPlace | None" = None
+    """The Postgres that has the queues, where it is one; a gate may keep its counts there."""
     watched: Callable[[Owner, str], None] = nobody_watches
     """Told of each metric gate that is made, before its first look: whose it is, and its inference pool, if any."""
     windows: Callable[[Owner, Aimd], None] = nobody_reads
     """Handed each `aimd` gate that is made: it is read, and tells nobody."""
+    extensions: Extensions = field(default_factory=Extensions)
+    """Gates of other packages."""
     loads: OwnLoads = field(default_factory=OwnLoads)
     """What is in flight through gates that look at metrics."""
     looks: Counter[str] = field(default_factory=Counter)
@@ -120,7 +129,9 @@ def spec_of(config: GateConfig, problems: list[str]) -> GateSpec:
     return GateSpec(gate_type=config.gate_type, given=given, where=config.where)
 
 
-def gate_problems(config: GateConfig, *, prometheus_url: str = "") -> tuple[str, ...]:
+def gate_problems(
+    config: GateConfig, *, prometheus_url: str = "", extensions: Extensions | None = None
+) -> tuple[str, ...]:
     """All that is wrong with a gate and with those inside it: what `documents.read_documents` asks for each."""
     problems: list[str] = []
     around = Around(
@@ -135,6 +146,7 @@ def gate_problems(config: GateConfig, *, prometheus_url: str = "") -> tuple[str,
         process="-",
         seen=lambda _, __, ___: None,
         lent=lambda _, __: None,
+        extensions=extensions or Extensions(),
     )
     make_gate(spec_of(config, problems), around, Owner(kind="pool", name="-", pool="-"))
     return tuple(dict.fromkeys(problems))
@@ -148,14 +160,31 @@ def make_gate(spec: GateSpec | None, around: Around, owner: Owner, depth: int = 
     if spec is None or not spec.gate_type:
         return Constant()
     gate_type = next((known for known in GATE_TYPES if known == spec.gate_type), None)
-    if gate_type is None:
-        accepted = ", ".join(sorted(GATE_TYPES))
-        spec.given.problems.append(f"{_place(spec)}: is {shown(spec.gate_type)}; accepted: {accepted}")
-        return Constant()
-    if depth > DEEPEST:
+    if depth > DEEPEST and (gate_type is not None or spec.gate_type in around.extensions.names("gate")):
         spec.given.problems.append(f"{spec.where}: is {depth} gates deep; accepted: up to {DEEPEST}")
         return Constant()
+    if gate_type is None:
+        return _of_another_package(spec, around, owner, depth)
     return _made(gate_type, spec.given, around, owner, depth)
+
+
+def _of_another_package(spec: GateSpec, around: Around, owner: Owner, depth: int) -> Gate:
+    parts = GateParts(
+        given=spec.given,
+        stands_at=owner.kind,
+        name=owner.name,
+        pool=owner.pool,
+        now=around.metrics.now,
+        clock=around.clock,
+        chance=around.metrics.chance,
+        holder=around.holder(),
+        link_to=lambda address: _link(address, spec.given, around),
+        client=around.metrics.client,
+        prometheus_url=around.metrics.prometheus_url,
+        build=lambda inner: make_gate(inner, around, owner, depth + 1),
+    )
+    made = around.extensions.make("gate", spec.gate_type, parts, _place(spec))
+    return Constant() if made is None else GuardedGate(cast(Gate, made), spec.gate_type)
 
 
 def _made(gate_type: GateType, given: Parameters, around: Around, owner: Owner, depth: int) -> Gate:
@@ -200,6 +229,10 @@ def _made(gate_type: GateType, given: Parameters, around: Around, owner: Owner, 
             return redis_budget(given, link_to)
         case "redis-quota":
             return redis_quota(given, link_to, holder=around.holder())
+        case "sql-quota":
+            from inference_worker.gates.quota_sql import sql_quota
+
+            return sql_quota(given, around.sql, holder=around.holder)
         case "redis-leased-rate":
             return redis_leased_rate(given, link_to, pool_id=owner.pool, told=lambda limit: around.lent(owner, limit))
         case "reservation-classifier":

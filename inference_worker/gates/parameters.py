@@ -70,8 +70,17 @@ class Parameters:
         value = self.text(name, default)
         return "" if self._given.get(name) == "" else value
 
-    def choice(self, name: str, accepted: Sequence[Word], default: Word | None = None) -> Word:
-        """One of a few words."""
+    def choice(
+        self,
+        name: str,
+        accepted: Sequence[Word],
+        default: Word | None = None,
+        *,
+        more: Callable[[], Sequence[Word]] | None = None,
+    ) -> Word:
+        """One of a few words; `more` has others, and is asked only where it is none of those."""
+        if more is not None and self.has(name) and self._given[name] not in accepted:
+            accepted = (*accepted, *more())
 
         def one(value: object) -> Word | None:
             return next((word for word in accepted if word == value), None)
@@ -154,6 +163,20 @@ class Parameters:
 
         return self._read(name, {}, {}, "an object of texts, or its JSON as text", pairs)
 
+    def words(self, name: str, default: Sequence[str] | None = None) -> tuple[str, ...]:
+        """A list of texts that are not empty, or one text with commas. Without a default at least one is needed."""
+
+        def several(value: object) -> tuple[str, ...] | None:
+            read = value.split(",") if isinstance(value, str) else value
+            if not isinstance(read, list | tuple) or not read:
+                return None
+            made = tuple(item.strip() for item in read if isinstance(item, str) and item.strip())
+            return made if len(made) == len(read) else None
+
+        nothing: tuple[str, ...] = ()
+        given = None if default is None else tuple(default)
+        return self._read(name, given, nothing, "a list of texts, or one with commas", several)
+
     def inner(self, name: str) -> "Parameters":
         """Nested parameters: an object, or its JSON as text. Empty where they are missing."""
         self._asked.add(name)
@@ -173,6 +196,12 @@ class Parameters:
             gate_spec(item, f"{self.where}.{name}[{position}]", self.problems) for position, item in enumerate(found)
         )
         return tuple(spec for spec in specs if spec is not None)
+
+    def rest(self) -> dict[str, object]:
+        """What nobody has asked for, to be read by somebody else."""
+        left = {name: value for name, value in self._given.items() if name not in self._asked}
+        self._asked.update(left)
+        return left
 
     def finish(self) -> None:
         """Note the names that nobody has asked for: call it when all were read."""

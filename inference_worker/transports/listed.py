@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Final, Protocol
 
 from inference_worker.disposition import Ack, DeadLetter, DeliveryLost, Disposition, Settlement, StoreSilent
-from inference_worker.errors import MalformedRequest, StoreUnavailable, TransportLost
+from inference_worker.errors import StoreUnavailable, TransportLost
 from inference_worker.llmd_results import outcome_of, result_json
-from inference_worker.messages import Reply, decode
+from inference_worker.messages import Reply, request_id_in
 from inference_worker.ports import Backlog, Connect, Delivery, ResultStore, Transport
 from inference_worker.redis_scripts import RedisCommands, Script
 from inference_worker.settling import bury, store_reply
@@ -167,7 +167,8 @@ class ListedTransport:
 
     async def _settle_known(self, delivery: Delivery, disposition: Ack | DeadLetter) -> Settlement:
         """The result is there already, if there is one; whether it was sent is looked at."""
-        if (request_id := self._request_id(delivery)) is not None:
+        request_id = request_id_in(delivery.body, message_id=delivery.message_id, now=self._now())
+        if request_id is not None:
             try:
                 stored = await self._store.read(request_id)
                 if stored is not None:
@@ -178,12 +179,6 @@ class ListedTransport:
                 self._lose(str(exc))
                 return DeliveryLost(stored=False)
         return await self._transport.settle(delivery, disposition)
-
-    def _request_id(self, delivery: Delivery) -> str | None:
-        try:
-            return decode(delivery.body, message_id=delivery.message_id, infer_path="/", now=self._now()).request_id
-        except MalformedRequest as exc:
-            return exc.request_id
 
     async def extend(self, delivery: Delivery) -> None:
         """See `ports.Transport`."""

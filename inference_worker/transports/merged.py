@@ -2,7 +2,8 @@
 
 A session keeps one connection for each queue (`merged_source.py`). A queue that is lost, that floods, or whose gate
 hangs holds up no other, nor ends the session: its deliveries are lost, and it comes back by itself. Which delivery is
-next is the merge policy's to say; each is settled with the queue that it came from.
+next is the merge policy's to say; each is settled with the queue that it came from. Queues come and go while it lasts,
+and the policy may become another one (`MergedQueues.change`): no call is interrupted by it.
 
 Not here: what a pool's own gate says, which is asked later, by whoever starts a request.
 """
@@ -56,7 +57,7 @@ def nobody(queue: str, verdict: QueueVerdict) -> None:
 
 
 class MergedQueues:
-    """Opens sessions with the queues of one pool."""
+    """Opens sessions with the queues of one pool; without a queue they have nothing to do."""
 
     def __init__(
         self,
@@ -83,10 +84,41 @@ class MergedQueues:
         self._gate_wait_s = gate_wait_s
         self._told = told
         self._waiting = ByteBudget(MOST_WAITING_BYTES) if waiting is None else waiting
+        self._session: MergedTransport | None = None
+        self._feeds: list[Feed] = []
+        """Of all sessions, until they are over."""
+
+    def change(
+        self, sources: Sequence[Source], policy: Callable[[], MergePolicy[Delivery]] | None = None, *, tier_label: str
+    ) -> None:
+        """Other queues, and perhaps another policy, in the session that is open and in those to come.
+
+        A source that is the same object goes on untouched. One that is not named any more takes nothing from now on: it
+        gives back what waits here, and closes once what it has handed up is settled (see `gone`).
+        """
+        self._sources = tuple(sources)
+        self._policy = policy or self._policy
+        self._tier_label = tier_label
+        self._prune()
+        if self._session is not None:
+            self._session.change(self._sources, None if policy is None else policy(), tier_label=tier_label)
+
+    async def gone(self, source: Source) -> None:
+        """Wait until nothing of a queue that was taken away is in anybody's hands here."""
+        for feed in [feed for feed in self._feeds if feed.source is source]:
+            await feed.over.wait()
+
+    def _prune(self) -> None:
+        self._feeds = [feed for feed in self._feeds if not feed.over.is_set()]
+
+    def _feed(self, source: Source, shared: Shared, key: str) -> Feed:
+        feed = Feed(source, shared, key)
+        self._feeds.append(feed)
+        return feed
 
     @asynccontextmanager
     async def connect(self) -> AsyncGenerator["MergedTransport", None]:
-        """Open a session: with one queue at least, the others follow.
+        """Open a session: with one queue at least, where there are any; the others follow.
 
         Raises:
             TransportLost: no queue could be connected to.
@@ -101,13 +133,15 @@ class MergedQueues:
             told=self._told,
             waiting=self._waiting,
         )
-        shared.feeds = [Feed(source, shared) for source in self._sources]
-        session = MergedTransport(shared)
-        session.begin()
+        self._prune()
+        session = MergedTransport(shared, self._feed)
+        session.begin(self._sources)
+        self._session = session
         try:
             await session.first_connection()
             yield session
         finally:
+            self._session = None
             session.lose("closed by us")
             await session.end()
 
@@ -115,10 +149,13 @@ class MergedQueues:
 class MergedTransport:
     """One session. See `ports.Transport`."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: Shared, make_feed: Callable[[Source, Shared, str], Feed]) -> None:
         self._shared = shared
-        self._feeds = {feed.source.name: feed for feed in shared.feeds}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._make_feed = make_feed
+        self._feeds: dict[str, Feed] = {}
+        """By the names of their queues, without those that are taken away."""
+        self._tasks: dict[Feed, asyncio.Task[None]] = {}
+        self._made = 0
         self._closer: asyncio.Task[None] | None = None
         self._ending = asyncio.Event()
         self.lost = asyncio.Event()
@@ -127,22 +164,57 @@ class MergedTransport:
 
     # ------------------------------------------------------------ beginning and end
 
-    def begin(self) -> None:
+    def begin(self, sources: Sequence[Source]) -> None:
         """Start connecting."""
-        self._tasks = [asyncio.create_task(feed.run(), name=f"queue {name}") for name, feed in self._feeds.items()]
-        for task in self._tasks:
-            task.add_done_callback(self._ended)
+        for source in sources:
+            self._start(source, "")
         self._closer = asyncio.create_task(self._close(), name="closing the queues")
+
+    def change(
+        self, sources: Sequence[Source], policy: MergePolicy[Delivery] | None = None, *, tier_label: str
+    ) -> None:
+        """See `MergedQueues.change`."""
+        if self._ending.is_set():
+            return
+        shared = self._shared
+        shared.feeds = [feed for feed in shared.feeds if not feed.over.is_set()]
+        wanted = {id(source) for source in sources}
+        for name, feed in list(self._feeds.items()):
+            if id(feed.source) not in wanted:
+                del self._feeds[name]
+                self._retire(feed)
+        shared.tier_label = tier_label
+        if policy is not None:
+            before, shared.policy = shared.policy, policy
+            for feed in shared.feeds:
+                feed.line_up_anew(before)
+        keys = {feed.key for feed in shared.feeds}
+        for source in sources:
+            if source.name not in self._feeds:
+                # One that takes another's place has a name of its own in the policy: each gives back its own alone.
+                self._start(source, f"{source.name} {self._made}" if source.name in keys else "")
+        shared.something.set()
+
+    def _start(self, source: Source, key: str) -> None:
+        self._made += 1
+        feed = self._feeds[source.name] = self._make_feed(source, self._shared, key)
+        self._shared.feeds.append(feed)
+        task = self._tasks[feed] = asyncio.create_task(feed.run(), name=f"queue {source.name}")
+        task.add_done_callback(lambda task: self._ended(feed, task))
+
+    def _retire(self, feed: Feed) -> None:
+        feed.retire()
+        if feed.transport is None and feed in self._tasks:
+            self._tasks[feed].cancel()  # A connection that is still being opened is not waited for.
 
     async def first_connection(self) -> None:
         """Wait for one; a queue that hangs is not waited for once another has connected."""
-        feeds = list(self._feeds.values())
-        waits = [asyncio.create_task(feed.tried.wait()) for feed in feeds]
+        waits = [asyncio.create_task(feed.tried.wait()) for feed in self._feeds.values()]
         try:
             async with asyncio.timeout(FIRST_TRY_S):
                 for wait in asyncio.as_completed(waits):
                     await wait
-                    if any(feed.connected.is_set() for feed in feeds):
+                    if self._connected:
                         return
         except TimeoutError:
             pass
@@ -151,9 +223,14 @@ class MergedTransport:
                 task.cancel()
             if waits:
                 await asyncio.wait(waits)
-        if any(feed.connected.is_set() for feed in feeds):
-            return
-        raise TransportLost("; ".join(f"queue {feed.source.name}: {feed.reason}" for feed in feeds) or "no queues")
+        if not self._connected:
+            reasons = self.reasons().items()
+            raise TransportLost("; ".join(f"queue {name}: {reason}" for name, reason in reasons))
+
+    @property
+    def _connected(self) -> bool:
+        """With one queue at least, where there are any."""
+        return not self._feeds or any(feed.connected.is_set() for feed in self._feeds.values())
 
     def lose(self, why: str) -> None:
         """End the session: the connections are closed, which gives back all that came over them."""
@@ -170,14 +247,17 @@ class MergedTransport:
     async def _close(self) -> None:
         await self._ending.wait()
         self._shared.over = True
-        for task in self._tasks:
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        if tasks:
+            await asyncio.wait(tasks)
         self.lost.set()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """A queue's task ends by being cancelled; otherwise it is a fault of ours, and a new session is better."""
+    def _ended(self, feed: Feed, task: asyncio.Task[None]) -> None:
+        """With an exception it is a fault of ours, and a new session is better."""
+        self._tasks.pop(feed, None)
+        feed.ended()
         if not task.cancelled() and (exc := task.exception()) is not None:
             if not self._ending.is_set():
                 log.error("a queue was given up", exc_info=exc)
@@ -282,7 +362,9 @@ class MergedTransport:
         self._alive()
         if queue is not None and queue not in self._feeds:
             raise ValueError(f"there is no queue {queue!r} here; there are: {', '.join(self._feeds)}")
-        feed = self._shared.feeds[0] if queue is None else self._feeds[queue]
+        if not self._feeds:
+            raise TransportLost("there is no queue")
+        feed = next(iter(self._feeds.values())) if queue is None else self._feeds[queue]
         try:
             async with asyncio.timeout(PUBLISH_S):
                 await feed.connected.wait()
@@ -299,8 +381,9 @@ class MergedTransport:
     async def backlogs(self) -> dict[str, Backlog]:
         """What waits, by queue; without those that cannot be asked now. What waits here counts as ready."""
         self._alive()
-        found = await asyncio.gather(*(_backlog(feed) for feed in self._shared.feeds))
-        return {name: backlog for name, backlog in zip(self._feeds, found, strict=True) if backlog is not None}
+        feeds = dict(self._feeds)
+        found = await asyncio.gather(*(_backlog(feed) for feed in feeds.values()))
+        return {name: backlog for name, backlog in zip(feeds, found, strict=True) if backlog is not None}
 
     def reasons(self) -> dict[str, str]:
         """Why a queue has no connection, by queue; empty for those that have one."""

@@ -1,7 +1,8 @@
 """One queue of several that feed one pool: its connection, which heals itself, and its gate.
 
 What a queue hands up was admitted by its gate before. Whatever happens to one queue happens to no other: it has its own
-connection, its own window of what waits here, its own pauses.
+connection, its own window of what waits here, its own pauses. One that is taken away gives back what waits here, lets
+what runs end, and only then closes its connection.
 
 Not here: in which order the queues take turns (`merge.py`), and who keeps a gate's readings fresh: whoever made the
 gate runs it, since it outlasts connections and may stand at several places.
@@ -170,10 +171,12 @@ class Shared:
 
 
 class Feed:
-    """Runs one queue for as long as its session lasts."""
+    """Runs one queue for as long as its session lasts, or until it is taken away."""
 
-    def __init__(self, source: Source, shared: Shared) -> None:
+    def __init__(self, source: Source, shared: Shared, key: str = "") -> None:
+        """`key` is its name in the merge policy, where it is not that of the queue."""
         self.source = source
+        self.key = key or source.name
         self._shared = shared
         self.transport: Transport | None = None
         self.reason = "not connected yet"
@@ -184,6 +187,11 @@ class Feed:
         self.resting = asyncio.Event()
         """Set while nothing is consumed and nothing waits here."""
         self.resting.set()
+        self.retired = asyncio.Event()
+        """Set once the queue is taken away."""
+        self.over = asyncio.Event()
+        """Set once it has ended, and all that it has handed up is settled."""
+        self._ended = False
         self.unstarted: dict[Held, None] = {}
         self.started: dict[Held, None] = {}
         """Handed up and not settled, also by connections that are gone."""
@@ -207,10 +215,13 @@ class Feed:
     # ------------------------------------------------------------ the connection
 
     async def run(self) -> None:
-        """One connection after the other, with growing pauses between those that fail. Ends by being cancelled."""
+        """One connection after the other, with growing pauses between those that fail.
+
+        Ends by being cancelled, or once it is retired and what it has handed up is settled.
+        """
         loop = asyncio.get_running_loop()
         backoff_s = FIRST_BACKOFF_S
-        while not self._shared.over:
+        while not (self._shared.over or self.retired.is_set()):
             opened_at = loop.time()
             try:
                 why = await self._connection()
@@ -222,6 +233,9 @@ class Feed:
                 why = f"{type(exc).__name__}: {exc}"
             finally:
                 self.resting.set()
+            if self.retired.is_set():
+                log.info("a queue was taken away", queue=self.source.name)
+                return
             if why != self.reason:
                 log.warning("no connection to a queue; trying again", queue=self.source.name, reason=why)
             self.reason = why or "the connection was closed"
@@ -259,15 +273,37 @@ class Feed:
         self._turn.set()
         self._room.set()
 
+    def retire(self) -> None:
+        """The queue is taken away. Where it has no connection, whoever runs it ends it."""
+        self.retired.set()
+        self._leave_lanes()
+        self.turn()
+
+    def ended(self) -> None:
+        """It runs no more, whatever for."""
+        self._ended = True
+        self.tried.set()
+        self._note_over()
+
+    def _note_over(self) -> None:
+        if self._ended and not self.started:
+            self.over.set()
+
+    @property
+    def _flows(self) -> bool:
+        return self._shared.flowing and not self.retired.is_set()
+
     async def _use(self, transport: Transport) -> None:
-        """Consume whenever messages flow and the gate has a budget, until the connection is lost."""
+        """Consume whenever messages flow and the gate has a budget, until the connection is lost, or not needed."""
         while not transport.lost.is_set():
             self._turn.clear()
-            if not self._shared.flowing:
+            if not self._flows:
                 if not await self._empty(transport):
                     raise TransportLost("what was not started could not be given back")
-                if not self._shared.flowing:
+                if not self._flows:
                     self.resting.set()
+                    if self.retired.is_set() and not self.started:
+                        return
                     await first_of(transport.lost, self._turn)
                 continue
             self.resting.clear()
@@ -305,7 +341,7 @@ class Feed:
     async def _watch(self, transport: Transport, pump: asyncio.Task[None]) -> None:
         """Until it is to end; TransportLost where messages are ready and none come, though there is room for them."""
         idle_looks, received = 0, self._received
-        while self._shared.flowing and not transport.lost.is_set() and not pump.done():
+        while self._flows and not transport.lost.is_set() and not pump.done():
             self._turn.clear()
             await first_of(transport.lost, self._turn, within_s=WATCHDOG_S)
             if self._turn.is_set() or transport.lost.is_set():
@@ -552,9 +588,11 @@ class Feed:
 
     def _line_up(self, delivery: Delivery) -> None:
         """Into its lane, or, where there is no room, behind those that wait for some."""
+        if self.retired.is_set():
+            return  # It goes back with the rest of what was not started.
         tier, classification = self._lane(delivery)
         waiting = self._no_room.get(lane_of(tier, classification))
-        if waiting or not self._shared.policy.put(delivery, self.source.name, tier, classification):
+        if waiting or not self._shared.policy.put(delivery, self.key, tier, classification):
             self._no_room.setdefault(lane_of(tier, classification), deque()).append(delivery)
         self._shared.something.set()
 
@@ -562,11 +600,18 @@ class Feed:
         """Put what waits for room into its lane, as far as there is some."""
         for lane, waiting in list(self._no_room.items()):
             while waiting:
-                if not self._shared.policy.put(waiting[0], self.source.name, *self._lane(waiting[0])):
+                if not self._shared.policy.put(waiting[0], self.key, *self._lane(waiting[0])):
                     break
                 waiting.popleft()
             if not waiting:
                 del self._no_room[lane]
+
+    def line_up_anew(self, before: MergePolicy[Delivery]) -> None:
+        """Another policy holds from now on: bring over what waits, in its order."""
+        no_room = [delivery for waiting in self._no_room.values() for delivery in waiting]
+        self._no_room.clear()
+        for delivery in (*before.remove(self.key), *no_room):
+            self._line_up(delivery)
 
     def _lane(self, delivery: Delivery) -> tuple[str | None, str | None]:
         return delivery.labels.get(self._shared.tier_label), delivery.labels.get(CLASSIFICATION_LABEL)
@@ -601,10 +646,13 @@ class Feed:
         self.started.pop(held, None)
         self._room.set()
         self._shared.something.set()
+        if self.retired.is_set():
+            self._turn.set()
         try:
             await held.release(seen)
         finally:
             self._room.set()  # The gate may have a budget now.
+            self._note_over()
 
     async def _empty(self, transport: Transport) -> bool:
         """Give back all that waits here, the last one first, so that brokers have it in its old order.
@@ -640,9 +688,12 @@ class Feed:
         if tasks := [*self._asking, *self._releasing]:
             await asyncio.wait(tasks)
 
-    def _taken_out(self) -> list[Held]:
-        self._shared.policy.remove(self.source.name)
+    def _leave_lanes(self) -> None:
+        self._shared.policy.remove(self.key)
         self._no_room.clear()
+
+    def _taken_out(self) -> list[Held]:
+        self._leave_lanes()
         left = list(self.unstarted)
         for held in left:
             self._no_longer_waits(held)

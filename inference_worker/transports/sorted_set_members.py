@@ -5,7 +5,7 @@ envelope of llm-d-async (`llmd_messages`), or a message of ours, whose attempts 
 neither is no request.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -64,7 +64,7 @@ class SortedSetQueue:
     """Where a request in an envelope names no endpoint."""
     route: Route | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
-    queues: frozenset[str] = frozenset()
+    queues: Set[str] = frozenset()
     """The names of all queues of the process: no message may have its result sent to a key of them."""
     clustered: bool = False
     """It is on a Cluster: all its keys lie in its slot, by a hash tag (`{<queue>}:claimed`)."""

@@ -7,6 +7,8 @@
     python -m tests.bench kills [--jobs 20000]
     python -m tests.bench saturation [--seconds 25] [--only aimd]
     python -m tests.bench pickup [--messages 1000]
+    python -m tests.bench sql-pickup [--messages 1000]
+    python -m tests.bench sql-kills [--kills 1000]
     python -m tests.bench process [--seconds 15] [--rates 500 1000 2000]
 
 RabbitMQ and Redis come from where the tests have them (`TEST_SERVICES`). The worker is the real process; the bare loop
@@ -37,11 +39,12 @@ from tests.bench.latency import measure_latency
 from tests.bench.pickup import pickup_bar
 from tests.bench.process import RATES, process_bar
 from tests.bench.saturation import saturation_bar
+from tests.bench.sql import sql_kills_bar, sql_pickup_bar
 from tests.bench.streams import streams_bar
 from tests.bench.submit import submit_bar
 from tests.conservation import channel_of
 from tests.faults.processes import WorkerProcess
-from tests.services import Rabbit, Redis, choose, free_port
+from tests.services import Postgres, Rabbit, Redis, choose, free_port
 from tests.waiting import eventually
 from tests.worker_env import queue_of, worker_env
 
@@ -182,16 +185,25 @@ async def latency(args: argparse.Namespace, rabbit: Rabbit, redis: Redis) -> boo
     return good
 
 
+async def sql_bar(args: argparse.Namespace, postgres: Postgres) -> bool:
+    """What is measured over a queue in Postgres."""
+    if args.what == "sql-kills":
+        return await sql_kills_bar(args.kills, postgres, console)
+    return await sql_pickup_bar(min(args.messages, 1000), args.seconds or 30, postgres, console)
+
+
 def main() -> int:
     """Run what the arguments name; 1 where a bar is missed."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench")
     what = ["throughput", "latency", "submit", "streams", "kills", "saturation", "pickup", "process", "all"]
+    what += ["sql-pickup", "sql-kills"]
     parser.add_argument("what", nargs="?", choices=what, default="all")
     parser.add_argument("--rounds", type=int, help="default 3; streams: 9")
     parser.add_argument("--messages", type=int, default=5000)
     parser.add_argument("--in-flight", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--lines", type=int, default=10_000)
     parser.add_argument("--jobs", type=int, default=20_000)
+    parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seconds", type=float, help="of each case; default 25, process: 15, pickup: 30 of idleness")
     parser.add_argument("--only", default="", help="of saturation: cases with this text, or aimd")
     parser.add_argument("--rates", type=int, nargs="+", default=list(RATES))
@@ -200,6 +212,8 @@ def main() -> int:
     logs.configure("warning", "console", sys.stderr)
     supply = choose(os.environ, console.print)
     try:
+        if args.what.startswith("sql-"):
+            return 0 if asyncio.run(sql_bar(args, supply.postgres())) else 1
         redis = supply.redis()
         good = True
         if args.what in ("latency", "all"):

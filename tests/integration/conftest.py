@@ -23,15 +23,16 @@ from tests.faults.proxy import TcpProxy
 from tests.faults.sinks import BillingServer
 from tests.faults.system import System
 from tests.in_process import PACE, Broker, InProcess, Neighbours, in_process
-from tests.services import Given, Rabbit, Redis, Supply, Unavailable, choose
+from tests.services import Given, Postgres, Rabbit, Redis, Supply, Unavailable, choose
 from tests.waiting import eventually
 from tests.worker_env import worker_env
 
 TIMEOUT_S = 120
 DATABASES = 16
-NEEDS_CONTROL_FIXTURES = frozenset({"vhost", "own_redis"})
+NEEDS_CONTROL_FIXTURES = frozenset({"vhost", "own_redis", "own_postgres"})
 
 OwnRedis = Callable[..., Awaitable[Redis]]
+OwnPostgres = Callable[[], Awaitable[Postgres]]
 MakeProxy = Callable[..., Awaitable[TcpProxy]]
 RunningWorker = Callable[..., Awaitable[InProcess]]
 
@@ -44,6 +45,7 @@ class Services:
         self._supply: Supply | None = None
         self._rabbit: Rabbit | None = None
         self._redis: Redis | None = None
+        self._postgres: Postgres | None = None
         self._open = ExitStack()
         self.databases = count()
         config.add_cleanup(self._open.close)
@@ -61,6 +63,13 @@ class Services:
             self._rabbit = self.supply.rabbit()
             self._say(f"RabbitMQ ({self.supply.kind}) after {self._rabbit.started_in_s:.1f} s")
         return self._rabbit
+
+    @property
+    def postgres(self) -> Postgres:
+        if self._postgres is None:
+            self._postgres = self.supply.postgres()
+            self._say(f"Postgres ({self.supply.kind}) after {self._postgres.started_in_s:.2f} s")
+        return self._postgres
 
     @property
     def redis(self) -> Redis:
@@ -86,7 +95,7 @@ def services_of(config: pytest.Config) -> Services:
     return config.stash[_SERVICES]
 
 
-def _or_end(get: Callable[[], Rabbit | Redis | Supply]) -> None:
+def _or_end(get: Callable[[], Rabbit | Redis | Postgres | Supply]) -> None:
     """End the run where there is no server: a skip would look like a pass."""
     try:
         get()
@@ -137,6 +146,60 @@ def redis_server(request: pytest.FixtureRequest) -> Redis:
     services = services_of(request.config)
     _or_end(lambda: services.redis)
     return services.redis
+
+
+@pytest.fixture(scope="session")
+def postgres(request: pytest.FixtureRequest) -> Postgres:
+    """The run's Postgres, shared: leave it running. A test that kills one takes `own_postgres`."""
+    services = services_of(request.config)
+    _or_end(lambda: services.postgres)
+    return services.postgres
+
+
+@pytest.fixture
+async def sql_url(postgres: Postgres) -> AsyncGenerator[str]:
+    """The URL of a schema that is empty but for our tables: the same for all tests, as making it takes a while."""
+    import asyncpg
+
+    connection = await asyncpg.connect(postgres.url)
+    try:
+        await connection.execute("create schema if not exists tests")
+        tables = await connection.fetch("select tablename from pg_tables where schemaname = 'tests'")
+        emptied = [f"delete from tests.{name};" for (name,) in tables if name != "iw_schema"]
+        await connection.execute("select 1;" + "".join(emptied))
+        yield postgres.at("tests")
+    finally:
+        await connection.close()
+
+
+@pytest.fixture
+async def empty_sql_url(postgres: Postgres) -> AsyncGenerator[str]:
+    """The URL of an empty schema of this test's own."""
+    import asyncpg
+
+    schema = f"t_{secrets.token_hex(6)}"
+    connection = await asyncpg.connect(postgres.url)
+    try:
+        await connection.execute(f"create schema {schema}")
+        yield postgres.at(schema)
+        await connection.execute(f"drop schema {schema} cascade")
+    finally:
+        await connection.close()
+
+
+@pytest.fixture
+async def own_postgres(request: pytest.FixtureRequest) -> AsyncGenerator[OwnPostgres]:
+    """`await own_postgres()`: a Postgres of this test's own, to stop and to kill."""
+    services = services_of(request.config)
+    _or_end(lambda: services.supply)
+    async with AsyncExitStack() as made:
+
+        async def make() -> Postgres:
+            server = await asyncio.to_thread(services.supply.postgres)
+            made.push_async_callback(asyncio.to_thread, server.close)
+            return server
+
+        yield make
 
 
 @pytest.fixture
@@ -204,7 +267,7 @@ async def proxy() -> AsyncGenerator[MakeProxy]:
     async with AsyncExitStack() as made:
 
         async def make(
-            server: Rabbit | Redis | tuple[str, int], *, speaks: Literal["amqp", "redis"] | None = None
+            server: Rabbit | Redis | Postgres | tuple[str, int], *, speaks: Literal["amqp", "redis"] | None = None
         ) -> TcpProxy:
             host, port = server if isinstance(server, tuple) else (server.host, server.port)
             return await made.enter_async_context(TcpProxy(host, port, speaks=speaks))

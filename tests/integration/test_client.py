@@ -291,6 +291,13 @@ async def test_cancelling_an_answered_request_is_too_late(running_worker: Runnin
         assert await client.wait(result.request_id, 1) == result
 
 
+@pytest.mark.parametrize("priority", [-1, 256])
+async def test_a_priority_that_amqp_has_not_is_refused(redis_url: str, rabbitmq_url: str, priority: int) -> None:
+    async with Client.direct(rabbitmq_url=rabbitmq_url, redis_url=redis_url, deployment_id="d") as client:
+        with pytest.raises(ValueError, match="from 0 to 255"):
+            await client.submit(CHAT, priority=priority)
+
+
 async def test_a_wait_ends_after_its_time(redis_url: str, rabbitmq_url: str) -> None:
     async with Client.direct(rabbitmq_url=rabbitmq_url, redis_url=redis_url, deployment_id="d") as client:
         with pytest.raises(NoResultYet, match=r"no result of nobody within 0\.3 s"):
@@ -312,6 +319,8 @@ async def test_over_http_it_is_the_same(running_worker: RunningWorker) -> None:
             await client.cancel("nobody")
         with pytest.raises(NotSupported, match="API key"):
             await client.submit(CHAT, tenant="t")
+        with pytest.raises(NotSupported, match="no priorities"):
+            await client.submit(CHAT, priority=1)
         first = await client.submit_and_wait(CHAT, request_id="mine")
         assert await client.submit_and_wait(CHAT, request_id="mine") == first
         with pytest.raises(NotAccepted, match="something else"):

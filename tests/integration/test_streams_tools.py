@@ -20,7 +20,7 @@ from redis.asyncio import Redis as RedisClient
 
 from inference_worker.assembly import Outside, Worker, worker
 from inference_worker.check import Finding, check
-from inference_worker.client import Client, NotAccepted
+from inference_worker.client import Client, NotAccepted, NotSupported
 from inference_worker.config.settings import load
 from inference_worker.dlq_command import DlqOptions, run_dlq
 from inference_worker.gateway.keys import new_key
@@ -119,6 +119,12 @@ async def test_a_request_is_answered_over_redis_alone(
         assert (job.request_id, result.status, result.attempt) == ("mine", "completed", 0)
         assert json.loads(model.requests[0].body) == CHAT
         await nothing_left(redis_client)
+
+
+async def test_a_stream_has_no_priorities_and_says_so(env: dict[str, str]) -> None:
+    async with caller(env) as client:
+        with pytest.raises(NotSupported, match="no priorities"):
+            await client.submit(CHAT, priority=1)
 
 
 async def test_a_request_waits_in_a_stream_that_no_worker_has_seen(env: dict[str, str]) -> None:

@@ -99,7 +99,8 @@ async def test_a_payload_comes_from_the_command_line_or_a_file_and_a_failure_is_
     model.when_prompt_has("bad", wire.error(418, "no coffee"))
 
     from_file = await submit(client_env(w.env), "--payload", f"@{tmp_path / 'payload.json'}")
-    failed = await submit(client_env(w.env), "--payload", json.dumps(chat("bad")), "--request-id", "mine")
+    payload = json.dumps(chat("bad"))
+    failed = await submit(client_env(w.env), "--payload", payload, "--request-id", "mine", "--priority", "3")
 
     assert (from_file.code, failed.code) == (0, 1)
     (line,) = failed.lines
@@ -115,7 +116,7 @@ async def test_a_file_of_all_kinds_of_lines_is_answered_in_its_order(
     given = jsonl(
         tmp_path / "in.jsonl",
         chat("slow first"),
-        {"payload": chat("second"), "request_id": "second", "tenant": "acme", "timeout_s": 30},
+        {"payload": chat("second"), "request_id": "second", "tenant": "acme", "timeout_s": 30, "priority": 3},
         batch,
         {"payload": {"input": "x"}, "endpoint": "/v1/embeddings"},
     )
@@ -181,6 +182,8 @@ async def test_a_missing_variable_is_exit_code_2_with_its_name() -> None:
     [
         (("in.jsonl", "--prompt", "x"), "FILE and --prompt do not go together"),
         (("--payload", "{}", "--model", "m"), "--model goes with --prompt"),
+        (("--priority", "3"), "--priority goes with --prompt or --payload"),
+        (("--payload", "{}", "--priority", "256"), "256 is above 255"),
         (("in.jsonl", "--tenant", "t"), "each line has its own"),
         (("--resume", "s", "--output", "o"), "--resume goes on with the output"),
         (("--payload", "[]"), "accepted: a JSON object"),

@@ -57,7 +57,7 @@ def test_a_case_without_a_test_is_told_and_ends_it_with_1(
     said = capsys.readouterr().out
     assert "    1 a plain request is read as it was written\n        file.py::test_it_case_1\n" in said
     assert "    2 a request with routes of its own keeps them in its data\n        MISSING\n" in said
-    assert "        does not apply: comes with the transport redis-pubsub\n" in said
+    assert "        does not apply: Google's own libraries publish and pull: there is no producer of ours\n" in said
     assert "\nWithout a test:\n    2 a request with routes" in said
 
 

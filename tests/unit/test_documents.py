@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_worker.config.documents import (
+    AnswerTransformConfig,
     GateConfig,
     MergeConfig,
     PoolConfig,
@@ -291,7 +292,6 @@ def test_sentinels_and_clusters_are_named_case_68() -> None:
             "transport.queues[0].gate_params.saturation_gate_params.gate.gate_type",
             id="inside the gate behind the tiers",
         ),
-        pytest.param({"gate_type": "sql-quota"}, "transport.queues[0].gate_type", id="which needs a database"),
     ],
 )
 def test_an_unknown_gate_type_is_an_error_wherever_it_stands_case_176(gate: dict[str, object], where: str) -> None:
@@ -423,6 +423,20 @@ def transforms(document: object) -> tuple[TransformConfig, ...]:
 GCS = {"name": "gcs", "type": "gcs_uri_multipart", "parameters": {"providers": ["google"]}}
 
 
+NAMED = {"name": "named", "type": "model_name"}
+
+
+def test_transforms_of_answers_are_read_case_285() -> None:
+    document = json.dumps({"responseTransforms": [NAMED]})
+
+    read = read_documents("redis-sortedset", transport(), None, None, document)
+
+    assert read.transforms == ()
+    assert read.answer_transforms == (
+        AnswerTransformConfig(name="named", type="model_name", parameters={}, where="transforms.responseTransforms[0]"),
+    )
+
+
 def test_body_transforms_are_read_and_none_is_fine_case_285() -> None:
     assert transforms({"requestTransforms": []}) == transforms({}) == ()
     assert transforms({"requestTransforms": [GCS], "responseTransforms": []}) == (
@@ -456,7 +470,9 @@ def test_body_transforms_are_read_and_none_is_fine_case_285() -> None:
             {"requestTransforms": [{**GCS, "parameters": 7}]}, "transforms.requestTransforms[0].par", id="no map"
         ),
         pytest.param({"requestTransforms": 7}, "transforms.requestTransforms: is 7", id="no list"),
-        pytest.param({"responseTransforms": [GCS]}, "transforms.responseTransforms: is", id="of answers"),
+        pytest.param({"responseTransforms": [GCS]}, "transforms.responseTransforms[0].type", id="of answers"),
+        pytest.param({"responseTransforms": 7}, "transforms.responseTransforms: is 7", id="no list of answers"),
+        pytest.param({"responseTransforms": [NAMED, NAMED]}, "transforms.responseTransforms[1].name", id="twice"),
     ],
 )
 def test_what_is_wrong_with_a_transform_is_said_case_285(document: object, where: str) -> None:
@@ -492,7 +508,7 @@ def test_a_url_is_for_its_broker() -> None:
         read_documents("rabbitmq", json.dumps({"url": URL, "queues": [QUEUE]}))
 
 
-@pytest.mark.parametrize("kind", ["redis-pubsub", "gcp-pubsub", "sql", "", "kafka"])
+@pytest.mark.parametrize("kind", ["", "kafka"])
 def test_a_transport_that_is_none_of_ours_is_said(kind: str) -> None:
     with pytest.raises(ConfigurationError, match="accepted: redis-sortedset, redis-streams, rabbitmq"):
         read_documents(kind, transport())

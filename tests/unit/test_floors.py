@@ -22,30 +22,36 @@ FLOORS = (
     "breaker",
     "config.values",  # F3
     "config.parts config.documents config.process_flags",
-    "ports config.settings config.gate_tree",
+    "ports config.settings config.gate_tree process_changes process_files",
     "producer_requests producer_results job_book scaling redis_slots config.doubts",
+    "sql_functions sql_link pubsub_values",
+    "sql_schema sql_ears",
     "redis_scripts rmq_values settling metrics_buffer metrics logs tracing throughput mock_answers",  # F4a
-    "producer_scripts producer_steps rmq_connection job_records redis_cluster redis_sentinel",
+    "producer_scripts producer_steps sql_place rmq_connection job_records redis_cluster redis_sentinel",
+    "rmq_replies pubsub_link pubsub_backlog extensions merge_guarded",
     "rmq_listener rmq_producer rmq_dead_letters transports.memory results.* scaler model_client billing.* scraping "
     "mock_model echo_model",
-    "addressing redis_modes",
+    "addressing redis_modes transforms.*",
     "routed_model",
     "gates.*",  # Those in Redis know the keys of its results.
     "transports.*",  # A list of results reads what the sorted set stores.
     "rmq_look rmq_backlog scale_metrics client_ways otlp confirmed_intake stream_dead_letters memory_dead_letters "
     "producer_arrivals producer_leases",
-    "sorted_set_dead_letters",
+    "sorted_set_dead_letters sql_dead_letters",
     "dlq peer_metrics",
     "dlq_reach dlq_remote dlq_saying peer_gates peer_notes peer_backlog pooled_metrics",
     "pool_gate peer",
     "message_processor health_checker metrics_reporter fleet_reporter ops_server gateway.* client check producer",  # F5
-    "request_notes",
+    "sql_producer",
+    "request_notes alongside sharers",
     "listener submit_lines submit_state submit_progress",  # F6
     "submit_run",
     "submit dlq_command check_command",
     "pools",
     "assembly",  # F7
+    "process_sql process_pubsub process_extensions",
     "serve_gateway serve_scaler process_setup process_queues process_status",
+    "process_pools process_reload",
     "process process_arguments",
     "check_process",
     "dev_view dev_samples",
@@ -66,7 +72,10 @@ DRIVERS = {
     "aiormq": "rmq_*",
     "pamqp": "rmq_*",
     "redis": "producer_arrivals producer_steps redis_scripts redis_cluster redis_sentinel results.redis "
-    "results.notifications transports.stream_reader transports.key_watch",
+    "results.notifications transports.stream_reader transports.key_watch transports.redis_pubsub",
+    "google": "pubsub_link",
+    "grpc": "pubsub_link",
+    "asyncpg": "sql_link sql_ears sql_schema",
     "aiohttp": "model_client",
     "aiohttp.web": "ops_server mock_model",
     "fastapi": "gateway.*",

@@ -31,6 +31,7 @@ from inference_worker.gates.making import (
     spec_of,
 )
 from inference_worker.gates.quota import RateQuota, ReservationClassifier
+from inference_worker.gates.quota_sql import SqlQuota
 from inference_worker.gates.redis_gates import BudgetKeyGate, DrainLimit, LeasedRateGate
 from inference_worker.gates.saturation import BinaryGate, MetricGate, Seen
 from inference_worker.gates.tiers import TierPriorityAdmission
@@ -61,6 +62,7 @@ KINDS: dict[GateType, tuple[Given, type]] = {
     "redis-leased-rate": ({"address": "r:6379", "control_key": "c"}, LeasedRateGate),
     "redis-quota": ({"address": "r:6379", "limit": 3}, RateQuota),
     "reservation-classifier": ({"address": "r:6379", "labels": "team,tier"}, ReservationClassifier),
+    "sql-quota": ({"limit": 3}, SqlQuota),
     "tier-priority-admission": ({"saturation_gate": "constant"}, TierPriorityAdmission),
     "wait-on-refuse": ({"gate": {"gate_type": "constant"}}, WaitOnRefuse),
 }

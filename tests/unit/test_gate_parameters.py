@@ -29,6 +29,25 @@ def test_a_text_may_be_written_as_a_number_or_a_truth_value_case_180(value: obje
 
 
 @pytest.mark.parametrize(
+    ("value", "read"),
+    [(["a", "b"], ("a", "b")), ("a, b", ("a", "b")), ("a", ("a",)), (None, ("d",)), ("", ("d",))],
+)
+def test_words_are_a_list_or_a_text_with_commas(value: object, read: tuple[str, ...]) -> None:
+    params = of(name=value)
+
+    assert params.words("name", ("d",)) == read
+    assert not params.problems
+
+
+@pytest.mark.parametrize("value", [[], ["a", ""], ["a", 1], "a,,b", {"a": 1}, 7])
+def test_words_that_are_none_are_a_problem(value: object) -> None:
+    params = of(name=value)
+
+    assert params.words("name", ("d",)) == ("d",)
+    assert "a list of texts, or one with commas" in params.problems[0]
+
+
+@pytest.mark.parametrize(
     ("value", "number"), [(0.5, 0.5), (2, 2.0), ("0.5", 0.5), ("2e1", 20.0), ("", 7.0), (None, 7.0)]
 )
 def test_a_number_may_be_a_number_or_a_text_case_180(value: object, number: float) -> None:

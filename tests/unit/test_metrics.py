@@ -5,13 +5,14 @@ import re
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from prometheus_client import Metric
 
 from inference_worker.disposition import Fault
 from inference_worker.messages import ERROR_CODES, Reply, Timings, Usage
-from inference_worker.metrics import WorkerMetrics
+from inference_worker.metrics import ReplyFate, WorkerMetrics
 from inference_worker.ports import Backlog
 
 
@@ -80,6 +81,8 @@ def exercise(metrics: WorkerMetrics) -> None:
     metrics.reconnected()
     metrics.publish_failed("returned")
     metrics.publish_failed("unconfirmed")
+    for fate in get_args(ReplyFate):
+        metrics.replied(fate)
     metrics.backlog(Backlog(ready=3))
     metrics.events("sent", 2)
     metrics.events("refused", 1)

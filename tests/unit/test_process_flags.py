@@ -186,7 +186,7 @@ def test_flags_of_what_is_not_here_are_taken_and_said_to_be_unused() -> None:
     [
         pytest.param({}, "--transport: is missing", id="nothing"),
         pytest.param({"transport-config": TRANSPORT}, '--transport: is ""; accepted: redis-sortedset', id="no kind"),
-        pytest.param({**NEW, "transport": "redis-pubsub"}, '--transport: is "redis-pubsub"', id="a kind not here"),
+        pytest.param({**NEW, "transport": "kafka"}, '--transport: is "kafka"', id="a kind not here"),
         pytest.param(
             {"transport": "redis-sortedset"}, "--transport-config, --transport-config-file: neither", id="none"
         ),

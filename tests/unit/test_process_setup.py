@@ -51,7 +51,8 @@ def test_a_process_needs_no_variable_of_the_environment() -> None:
 
     assert setup.settings.identity.deployment_id == "process"
     assert setup.settings.redis.url_now() == "redis://:secret@redis:6379/2"
-    assert [queue.id for queue in setup.queues_of("batch")] == ["night"]
+    queues = setup.documents.transport.queues
+    assert [queue.id for queue in queues if queue.worker_pool_id == "batch"] == ["night"]
 
 
 def test_two_processes_of_one_host_have_different_names() -> None:
@@ -119,10 +120,10 @@ def test_a_url_with_a_password_is_never_shown() -> None:
     assert "secret" not in "\n".join(raised.value.problems)
 
 
-def test_body_transforms_are_refused_rather_than_left_out() -> None:
-    transforms = {"requestTransforms": [{"name": "a", "type": "gcs_uri_multipart", "parameters": {"providers": ["p"]}}]}
+def test_what_is_wrong_with_a_transforms_parameters_is_said_at_the_start() -> None:
+    transforms = {"requestTransforms": [{"name": "a", "type": "gcs_uri_multipart", "parameters": {"provider": ["p"]}}]}
 
-    with pytest.raises(ConfigurationError, match="not served yet"):
+    with pytest.raises(ConfigurationError, match="providers: is missing"):
         read(files={"transforms": transforms}, transform_config_file="transforms")
 
 
@@ -131,8 +132,16 @@ def test_a_route_has_the_objective_of_its_queue_and_no_slash_at_its_end() -> Non
 
     route = route_of(chat, "x-objective")
 
-    assert (route.base_url, route.headers) == ("http://gateway/base", {"x-objective": "fast"})
+    assert (route.base_url, route.headers, route.model) == ("http://gateway/base", {"x-objective": "fast"}, "")
     assert route_of(chat, "").headers == {}
+
+
+def test_a_route_has_the_model_name_of_its_queue() -> None:
+    queue = {"queue_name": "chat", "igw_base_url": "http://gateway", "model_override": "inner"}
+
+    (chat,) = read({**DOCUMENT, "queues": [queue]}).documents.transport.queues
+
+    assert route_of(chat, "").model == "inner"
 
 
 @pytest.mark.parametrize("kind", ["random-robin", "tier-priority", "tier-aging"])

@@ -138,3 +138,42 @@ async def test_a_gateway_is_named_without_its_password(capsys: pytest.CaptureFix
 
     assert said.count("http://***@one") == 3
     assert "secret" not in said + str(raised.value)
+
+
+async def test_gateways_are_called_from_when_they_are_opened_and_the_others_keep_their_connections() -> None:
+    gateways = Gateways()
+    async with RoutedModel(["http://one"], gateways.open) as model:
+        model.open(["http://one/base", "http://two"])
+        await infer(model, "http://one/base")
+        await infer(model, "http://two")
+
+    assert [gateway.host for gateway in gateways.made] == ["http://one", "http://two"]
+    assert [len(gateway.calls) for gateway in gateways.made] == [1, 1]
+
+
+async def test_a_gateway_that_nobody_names_any_more_is_closed_and_not_called() -> None:
+    gateways = Gateways()
+    async with RoutedModel(["http://one/a", "http://one/b", "http://two"], gateways.open) as model:
+        one, two = gateways.made
+
+        await model.keep(["http://one/b"])
+
+        assert (one.closed_at_the_end, two.closed_at_the_end) == (False, True)
+        await infer(model, "http://one/b")
+        for gone in ("http://one/a", "http://two"):
+            with pytest.raises(ModelGone):
+                await infer(model, gone)
+        model.open(["http://two"])
+        await infer(model, "http://two")
+    assert [gateway.host for gateway in gateways.made] == ["http://one", "http://two", "http://two"]
+
+
+async def test_all_gateways_that_nobody_names_are_closed_where_one_of_them_fails_to() -> None:
+    gateways = Gateways()
+    model = RoutedModel(["http://one", "http://two", "http://three"], gateways.open)
+    gateways.made[1].fails_to_close = True
+
+    with pytest.raises(OSError, match="it does not close"):
+        await model.keep([])
+
+    assert all(gateway.closed_at_the_end for gateway in gateways.made)

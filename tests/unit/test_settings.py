@@ -96,6 +96,7 @@ def test_every_variable_is_described_once() -> None:
         "WORKER_HTTP_TOKEN",
         "MODEL_API_KEY",
         "METRIC_SERVER_SERVICE_TOKEN",
+        "BILLING_SINK_PARAMETERS",
         "GATEWAY_WEBHOOK_SECRET",
         "GATEWAY_API_KEY",
     }
@@ -255,6 +256,8 @@ def test_a_token_is_asked_for_also_where_the_url_is_wrong() -> None:
         ("RABBITMQ_PASSWORD", f"{SECRET}\n", "control character"),
         ("INFERENCE_DLX", "amq.direct", "keeps for itself"),
         ("INFERENCE_DLQ", "infer_req.d-1", "is the name of the request queue"),
+        ("RABBITMQ_MAX_PRIORITY", "256", "accepted: a whole number from 0 to 255"),
+        ("RABBITMQ_MAX_PRIORITY", "5", "for classic queues"),
         ("INFERENCE_MAX_CRASHES", "0", "out of bounds"),
         ("CLAIM_LEASE_S", "0", "out of bounds"),
         ("REDIS_RESPONSE_TTL_S", "0", "out of bounds"),

@@ -19,8 +19,8 @@ def line_of(value: object) -> Line:
     return read_line(json.dumps(value).encode() + b"\n", 0, ENDPOINTS)
 
 
-def checked(text: str, *, tenants: bool = True) -> Checked:
-    looking = check(io.BytesIO(text.encode()), ENDPOINTS, tenants=tenants)
+def checked(text: str, *, tenants: bool = True, priorities: bool = True) -> Checked:
+    looking = check(io.BytesIO(text.encode()), ENDPOINTS, tenants=tenants, priorities=priorities)
     while True:
         try:
             next(looking)
@@ -49,11 +49,12 @@ def test_an_object_around_the_payload_says_more_about_the_request() -> None:
             "endpoint": "/v1/completions",
             "metadata": {"a": "b"},
             "tenant": "t",
+            "priority": 7,
         }
     )
 
     assert (line.request_id, line.timeout_s, line.endpoint) == ("mine", 5.0, "/v1/completions")
-    assert (line.metadata, line.tenant, json.loads(line.payload)) == ({"a": "b"}, "t", CHAT)
+    assert (line.metadata, line.tenant, line.priority, json.loads(line.payload)) == ({"a": "b"}, "t", 7, CHAT)
 
 
 def test_a_batch_line_names_its_endpoint_by_its_url() -> None:
@@ -91,9 +92,22 @@ def test_a_bad_line_is_told_what_is_wrong_and_what_is_accepted(value: object, sa
 
 def test_every_problem_of_a_line_is_named_at_once() -> None:
     with pytest.raises(BadLine) as bad:
-        line_of({"payload": 1, "timeout_s": -1, "tenant": 5})
+        line_of({"payload": 1, "timeout_s": -1, "tenant": 5, "priority": 256})
 
-    assert len(bad.value.problems) == 3
+    assert len(bad.value.problems) == 4
+
+
+@pytest.mark.parametrize("priority", [-1, 256, 1.5, "5", True, None])
+def test_a_priority_is_one_of_amqps(priority: object) -> None:
+    with pytest.raises(BadLine, match="priority: must be a whole number from 0 to 255"):
+        line_of({"payload": CHAT, "priority": priority})
+
+
+def test_a_priority_cannot_be_given_where_there_are_none() -> None:
+    text = json.dumps({"payload": CHAT, "priority": 0})
+
+    assert checked(text).problems == []
+    assert checked(text, priorities=False).problems == ["line 1: priority: only RabbitMQ has any; leave it out"]
 
 
 def test_all_bad_lines_are_reported_by_their_numbers_in_the_file_and_empty_ones_are_not() -> None:

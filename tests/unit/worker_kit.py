@@ -35,6 +35,7 @@ from inference_worker.ports import (
 )
 from inference_worker.results.memory import MemoryStore
 from inference_worker.timing import ByteBudget, ended
+from inference_worker.transforms.shaping import AS_IT_CAME, Shaping
 from inference_worker.transports.memory import MemoryBroker, MemoryTransport
 
 T = TypeVar("T")
@@ -69,6 +70,7 @@ class FakeModel:
     answer: Answer = field(default_factory=lambda: Answer(status_code=200, reason="OK", body=GOOD))
     calls: list[str] = field(default_factory=list)
     payloads: list[bytes] = field(default_factory=list)
+    streams: list[bool] = field(default_factory=list)
     timeouts_s: list[float] = field(default_factory=list)
     headers: list[Mapping[str, str]] = field(default_factory=list)
     targets: list[tuple[str | None, str]] = field(default_factory=list)
@@ -95,6 +97,7 @@ class FakeModel:
         self.targets.append((base_url, endpoint))
         self.headers.append(headers)
         self.payloads.append(payload)
+        self.streams.append(stream)
         self.timeouts_s.append(timeout_s)
         self.running[request_id] = self.running.get(request_id, 0) + 1
         self.most_at_once = max(self.most_at_once, sum(self.running.values()))
@@ -317,6 +320,7 @@ class Worker:
         breaker_failures: int = 0,
         gate: PoolGate | None = None,
         hand_back: HandBack = AT_ONCE,
+        shaping: Shaping = AS_IT_CAME,
     ) -> None:
         self.site = site
         self.model = model
@@ -363,6 +367,7 @@ class Worker:
             max_crashes=max_crashes,
             store_patience_s=store_patience_s,
             gate=gate,
+            shaping=shaping,
         )
         self.listener = Listener(
             connect=self.connect,
