@@ -18,10 +18,10 @@ WORKDIR /src
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore
 # A venv without pip: what is copied has what the worker imports, and nothing that installs.
 RUN python3 -m venv --without-pip /opt/inference-worker
-COPY ${REQUIREMENTS} ./requirements.txt
+COPY requirements.txt requirements-pubsub.txt ./
 RUN --mount=type=secret,id=ca,target=/run/ca.pem,required=false \
     if [ -s /run/ca.pem ]; then export PIP_CERT=/run/ca.pem; fi && \
-    python3 -m pip --python /opt/inference-worker install --quiet --only-binary :all: --require-hashes -r requirements.txt
+    python3 -m pip --python /opt/inference-worker install --quiet --only-binary :all: --require-hashes -r ${REQUIREMENTS}
 COPY pyproject.toml README.md LICENSE ./
 COPY inference_worker inference_worker
 # The bytecode is made here: a read-only root file system could never keep it, and every start would compile again.
