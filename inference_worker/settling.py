@@ -3,11 +3,24 @@
 The order never changes: result and usage event, copy confirmed, release, acknowledgement.
 """
 
-from typing import Final
+from typing import Final, assert_never
 
 import msgspec
 
-from inference_worker.disposition import Ack, Busy, DeadLetter, Hold, Known, Settlement, StoreSilent, Token
+from inference_worker.disposition import (
+    Ack,
+    Busy,
+    DeadLetter,
+    DeliveryLost,
+    Disposition,
+    Hold,
+    Known,
+    Nack,
+    Republish,
+    Settlement,
+    StoreSilent,
+    Token,
+)
 from inference_worker.errors import StoreUnavailable
 from inference_worker.ports import AlreadyAnswered, ResultStore, RunningElsewhere
 from inference_worker.timing import quietly
@@ -39,6 +52,22 @@ async def release(store: ResultStore, claim: Hold | None, floor: int | None = No
     """Give the claim up, if there is one and the store answers; otherwise its lease lapses."""
     if claim is not None:
         await quietly(store.release(claim.request_id, claim.token, floor), COURTESY_S, StoreUnavailable)
+
+
+async def settle_late(store: ResultStore, disposition: Disposition, now: float) -> Settlement:
+    """The delivery is not ours any more: what can still be stored or released is. Whoever has it finds the result."""
+    match disposition:
+        case Ack() | DeadLetter():
+            if (not_yet := await store_reply(store, disposition)) is not None:
+                return not_yet
+            if isinstance(disposition, DeadLetter):
+                await bury(store, disposition, now)
+            return DeliveryLost(stored=disposition.reply is not None)
+        case Nack(claim=claim) | Republish(claim=claim):
+            await release(store, claim)
+            return DeliveryLost(stored=False)
+        case _:
+            assert_never(disposition)
 
 
 async def bury(store: ResultStore, letter: DeadLetter, now: float) -> None:

@@ -16,6 +16,7 @@ from inference_worker.job_records import record_key
 from inference_worker.messages import LONGEST_TIMEOUT_S
 from inference_worker.redis_scripts import PRELUDE, REVIVING, RedisLink, Script
 from inference_worker.results.redis import claim_key, record_kept_until_ms, result_key
+from inference_worker.transports.hands import Appetite
 from inference_worker.transports.stream_entries import (
     ATTEMPT,
     ENQUEUED_AT,
@@ -23,7 +24,6 @@ from inference_worker.transports.stream_entries import (
     REQUEST,
     contents_of,
 )
-from inference_worker.transports.stream_hands import Appetite
 
 NotReplayed = Literal["completed", "running", "gone"]
 DIED_OF: Final = frozenset({b"reason", b"detail", b"attempts", b"status_code", b"died_at", b"queue"})

@@ -40,9 +40,9 @@ from inference_worker.ports import Backlog, Delivery, ResultStore
 from inference_worker.pubsub_values import DENIED, SILENT, PubsubLink, Subscription
 from inference_worker.settling import bury, release, store_reply
 from inference_worker.timing import ended, first_of, quietly, stopped_within
+from inference_worker.transports.hands import Appetite, Hands, Receipt, receipt_of
 from inference_worker.transports.pubsub_messages import PubsubClaim, PubsubQueue, attributes_of, read_pulled
 from inference_worker.transports.sorted_set_members import stored_reply
-from inference_worker.transports.stream_hands import Appetite, Hands, Receipt, receipt_of
 
 __all__ = ["PubsubQueue", "PubsubTransport", "PubsubTransports"]
 

@@ -44,8 +44,9 @@ from inference_worker.metrics import WorkerMetrics
 from inference_worker.ports import Backlog, Delivery, ResultStore
 from inference_worker.redis_scripts import Address, ClusterCommands, RedisCommands, RedisLink, RedisTls
 from inference_worker.results.redis import DEAD_NOTE_TTL_S, claim_key, result_key
-from inference_worker.settling import bury, death_note, release, store_reply
+from inference_worker.settling import death_note, release, settle_late
 from inference_worker.timing import ended, first_of, quietly, stopped_within
+from inference_worker.transports.hands import MOST_BYTES, Appetite, Receipt, receipt_of
 from inference_worker.transports.key_watch import KeyWatch, KeyWatches, watching, watching_all
 from inference_worker.transports.sorted_set_cluster import AcrossSlots, Ending
 from inference_worker.transports.sorted_set_members import (
@@ -77,7 +78,7 @@ from inference_worker.transports.sorted_set_scripts import (
     TAKE_IN_SLOT,
     TIDY,
 )
-from inference_worker.transports.stream_hands import MOST_BYTES, Appetite, Hands, Receipt, receipt_of
+from inference_worker.transports.taking import Saying, Taking
 
 __all__ = ["RedisSortedSet", "SortedSetQueue", "expiring", "place", "sorted_set_backlog"]
 
@@ -183,7 +184,7 @@ class RedisSortedSet:
         self.poll_interval_s = poll_interval_s
         self.appetite = Appetite()
         """Outlasts the sessions: one that ended over an answer that was too large must not be followed by its like."""
-        self._said: dict[str, str] = {}
+        self.warnings = Saying(queue=queue.name)
 
     @asynccontextmanager
     async def connect(self) -> AsyncGenerator["SortedSetTransport", None]:
@@ -225,16 +226,6 @@ class RedisSortedSet:
         """Of the Cluster, where it is on one."""
         return () if self.cluster is None else self.cluster.masters
 
-    def say(self, what: str, reason: str = "", **context: object) -> None:
-        """Warn, once per change of reason."""
-        if self._said.get(what) != reason:
-            self._said[what] = reason
-            log.warning(what, reason=reason, queue=self.queue.name, **context)
-
-    def well(self, what: str) -> None:
-        """What was warned of is over."""
-        self._said.pop(what, None)
-
 
 class SortedSetTransport:
     """One session. See `ports.Transport`."""
@@ -263,32 +254,23 @@ class SortedSetTransport:
         self._number = 0
         """Of the next claim."""
         self._look_s = min(LOOK_S, sets.lease_s / 3)
-        self._hands = Hands()
+        self._taking = Taking("the sorted set", take_turn=self._take_turn, give_back=self._give_back, stop_s=STOP_S)
+        self._hands = self._taking.hands
+        self.lost = self._taking.lost
         self._unseen: set[int] = set()
         """Numbers of claims that are ours and in nobody's hands: what is ended here, not handed up."""
         self._astray = False
         """An answer was lost: there may be claims of ours that we do not know of."""
-        self._something = asyncio.Event()
-        """Set when a delivery can be handed up, perhaps."""
-        self._turn = asyncio.Event()
-        """Set when the reader has something to do before its time."""
         self._late_at = 0.0
         """Loop time of the next look at what is too late, while nothing is consumed."""
-        self._look_at = 0.0
-        """Loop time of the next look, told of a change or not."""
         self._more = False
         """The last look found as much as it asked for."""
         self._dry = False
         """The queue was seen empty, and we are told when it is not."""
-        self._consuming = False
-        self._resting = asyncio.Event()
-        """Set once the reader has seen that nothing is consumed."""
         self._heard_at = 0.0
         """Loop time at which the watches last answered."""
         self._tidied = "0"
         self._tasks: list[asyncio.Task[None]] = []
-        self.lost = asyncio.Event()
-        self.lost_because = ""
 
     # ------------------------------------------------------------ beginning and end
 
@@ -308,10 +290,12 @@ class SortedSetTransport:
         except StoreUnavailable as exc:
             raise TransportLost(str(exc)) from exc
         if not self._changes.hears:
-            self._sets.say("Redis does not tell of changes: the queue is looked at, some twenty times a second")
+            self._sets.warnings.say(
+                "Redis does not tell of changes: the queue is looked at, some twenty times a second"
+            )
         self._late_at = asyncio.get_running_loop().time() + LOOK_S
         self._tasks = [
-            asyncio.create_task(self._read(), name="sorted set reader"),
+            asyncio.create_task(self._taking.read(), name="sorted set reader"),
             asyncio.create_task(self._keep_ours(), name="sorted set leases"),
             asyncio.create_task(self._heed_cancellations(), name="sorted set cancellations"),
         ]
@@ -337,12 +321,7 @@ class SortedSetTransport:
 
     def lose(self, why: str) -> None:
         """The session is over, and with it the right to settle what came by it."""
-        if not self.lost.is_set():
-            self.lost_because = why
-            self.lost.set()
-            self._hands.lose_all()
-            self._something.set()
-            self._turn.set()
+        self._taking.lose(why)
 
     async def end(self) -> None:
         """Give back what is claimed for us, so that nobody waits for our lease."""
@@ -351,81 +330,50 @@ class SortedSetTransport:
         if not await quietly(self._link.run(LEAVE, self._keys, self.session), CLOSE_S, StoreUnavailable):
             self._sets.left_behind.append(self.session)
 
-    def _alive(self) -> None:
-        if self.lost.is_set():
-            raise TransportLost(self.lost_because)
-
     # ------------------------------------------------------------ consuming
+
+    @property
+    def lost_because(self) -> str:
+        """See `ports.Transport`."""
+        return self._taking.lost_because
 
     @asynccontextmanager
     async def consuming(self, limit: int) -> AsyncGenerator[None, None]:
         """See `ports.Transport`."""
-        self._alive()
-        self._hands.limit = limit
-        self._consuming = True
-        self._resting.clear()
-        self._turn.set()
-        try:
-            yield
-        finally:
-            self._consuming = False
-            self._late_at = asyncio.get_running_loop().time() + LOOK_S
-            self._hands.limit = 0
-            await self._come_to_rest()
-            await self._give_back(self._hands.take_back())
+        async with self._taking.consuming(limit):
+            try:
+                yield
+            finally:
+                self._late_at = asyncio.get_running_loop().time() + LOOK_S
 
     async def set_limit(self, limit: int) -> None:
         """See `ports.Transport`."""
-        self._alive()
-        self._hands.limit = limit
-        await self._give_back(self._hands.take_back())
-        self._something.set()
-        self._turn.set()
+        await self._taking.set_limit(limit)
 
     async def receive(self) -> Delivery:
         """See `ports.Transport`."""
-        while True:
-            self._alive()
-            if self._hands.free:
-                delivery = self._hands.hand_up(asyncio.get_running_loop().time())
-                if self._hands.wanted:
-                    self._turn.set()
-                return delivery
-            self._something.clear()
-            await self._something.wait()
-
-    async def _read(self) -> None:
-        """Turn after turn, as long as the session lasts. Never dies silently."""
-        try:
-            while not self.lost.is_set():
-                await self._take_turn()
-        except TransportLost as exc:
-            self.lose(str(exc))
-        except Exception as exc:
-            # A fault of ours must not leave a consumer that looks alive and receives nothing.
-            log.exception("the reader of the sorted set failed")
-            self.lose(f"the reader failed: {type(exc).__name__}")
+        return await self._taking.receive()
 
     async def _take_turn(self) -> None:
         """Give back what lies too long, take what there is; where there is nothing, wait until we are told."""
         loop = asyncio.get_running_loop()
-        self._turn.clear()
-        if not self._consuming:
-            self._resting.set()
+        self._taking.turn.clear()
+        if not self._taking.consumed:
+            self._taking.resting.set()
             await self._end_late()
             # Not until the queue changes: nobody would take note of it, and this would go round without a pause.
-            await self._rest(LOOK_S, self._turn)
+            await self._rest(LOOK_S, self._taking.turn)
             return
         await self._give_back(self._hands.take_back(loop.time()))
         if self._changes.changed.is_set():
             self._changes.changed.clear()
             self._dry = False
-        if loop.time() >= self._look_at or (self._wanted and not self._dry):
+        if loop.time() >= self._taking.look_at or (self._wanted and not self._dry):
             await self._look()
-        if self._turn.is_set() or (self._more and self._wanted) or not self._consuming:
+        if self._taking.turn.is_set() or (self._more and self._wanted) or not self._taking.consumed:
             return
         if not self._wanted or await self._seen_empty():
-            await self._rest(max(self._look_at - loop.time(), 0.001), self._turn, self._changes.changed)
+            await self._rest(max(self._taking.look_at - loop.time(), 0.001), self._taking.turn, self._changes.changed)
 
     async def _end_late(self) -> None:
         """What nobody may take, as before a gate that is closed, ends in time all the same: once its time is over."""
@@ -436,9 +384,9 @@ class SortedSetTransport:
         try:
             await self._take(MOST_LATE, before=self._sets.now() - SCORE_FRACTION_S)
         except StoreUnavailable as exc:
-            self._sets.say("the queue cannot be looked at", str(exc))
+            self._sets.warnings.say("the queue cannot be looked at", str(exc))
         else:
-            self._sets.well("the queue cannot be looked at")
+            self._sets.warnings.well("the queue cannot be looked at")
         self._late_at = loop.time() + (SHOW_PAUSE_S if self._more else LOOK_S)
 
     async def _seen_empty(self) -> bool:
@@ -473,13 +421,13 @@ class SortedSetTransport:
         except StoreUnavailable as exc:
             if str(exc).startswith(REFUSED):
                 raise TransportLost(str(exc)) from exc
-            self._sets.say("the queue cannot be looked at", str(exc))
+            self._sets.warnings.say("the queue cannot be looked at", str(exc))
             due_in_s, self._more, self._astray = ASTRAY_PAUSE_S, False, True
             # Not at once again: it is refused, or nobody answers.
-            await first_of(self._turn, self.lost, within_s=SHOW_PAUSE_S)
+            await first_of(self._taking.turn, self.lost, within_s=SHOW_PAUSE_S)
         else:
-            self._sets.well("the queue cannot be looked at")
-        self._look_at = loop.time() + min(due_in_s, longest_s)
+            self._sets.warnings.well("the queue cannot be looked at")
+        self._taking.look_at = loop.time() + min(due_in_s, longest_s)
 
     async def _take(self, wanted: int, *, before: float | None = None) -> float:
         """Put back what lapsed or is due, claim up to `wanted` members; seconds to the next retry that is due.
@@ -502,23 +450,6 @@ class SortedSetTransport:
         await self._arrived(taken_of(rows), late=before is not None)
         # What is due and was not moved must wait for memory, or its turn.
         return LOOK_S if wait_ms < 0 else wait_ms / 1000 or SHOW_PAUSE_S
-
-    async def _look_in(self, seconds: float) -> None:
-        """See to it that the next look is no later than that."""
-        at = asyncio.get_running_loop().time() + seconds
-        if at < self._look_at:
-            self._look_at = at
-            self._turn.set()
-
-    async def _come_to_rest(self) -> None:
-        """Wait for the end of the reader's turn."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + STOP_S
-        while not (self._resting.is_set() or self.lost.is_set()):
-            if loop.time() >= until:
-                self.lose("the reader did not end")
-            self._turn.set()
-            await first_of(self._resting, self.lost, within_s=REST_PAUSE_S)
 
     async def _give_back(self, deliveries: Sequence[Delivery]) -> None:
         """Give back what was not received. Where Redis does not answer, it comes back when our lease has lapsed."""
@@ -559,7 +490,7 @@ class SortedSetTransport:
             else:
                 self._unseen.add(claim.taken.number)
                 endings.append((delivery, ending))
-        self._something.set()
+        self._taking.something.set()
         await asyncio.gather(*(self._end_unseen(delivery, ending) for delivery, ending in endings))
 
     def _too_late(self, delivery: Delivery) -> Disposition:
@@ -712,11 +643,11 @@ class SortedSetTransport:
         try:
             await self._extend(self._hands.deliveries())
         except StoreUnavailable as exc:
-            self._sets.say("the leases of claims could not be renewed", str(exc))
+            self._sets.warnings.say("the leases of claims could not be renewed", str(exc))
         except Exception:  # A fault of ours costs a turn, not the leases of all that runs.
             log.exception("the leases of claims could not be renewed")
         else:
-            self._sets.well("the leases of claims could not be renewed")
+            self._sets.warnings.well("the leases of claims could not be renewed")
 
     async def _extend(self, deliveries: Sequence[Delivery]) -> None:
         """Keep these; have those known as lost that are not ours any more, and those ended that were cancelled."""
@@ -731,8 +662,7 @@ class SortedSetTransport:
             for claim_id in lost:
                 self._hands.drop(receipt_of(some[claim_id]).entry_id, numbers[claim_id])
             if lost:
-                self._something.set()
-                self._turn.set()
+                self._taking.dropped()
             if self._across is not None:
                 kept = [_claim_of(delivery) for claim_id, delivery in some.items() if claim_id not in lost]
                 cancelled = await self._across.cancelled(kept)
@@ -769,11 +699,11 @@ class SortedSetTransport:
             try:
                 await self._across.bring_back()
             except StoreUnavailable as exc:
-                self._sets.say(what, str(exc))
+                self._sets.warnings.say(what, str(exc))
             except Exception:  # A fault of ours costs a turn, not the session.
                 log.exception(what)
             else:
-                self._sets.well(what)
+                self._sets.warnings.well(what)
 
     async def _tidy(self) -> None:
         try:
@@ -786,34 +716,13 @@ class SortedSetTransport:
 
     async def extend(self, delivery: Delivery) -> None:
         """See `ports.Transport`."""
-        self._alive()
-        if self._hands.holds(delivery):
-            try:
-                await self._extend([delivery])
-            except StoreUnavailable as exc:
-                raise TransportLost(str(exc)) from exc
-        if not self._hands.holds(delivery):
-            raise TransportLost("the delivery is not ours any more")
+        await self._taking.extend(delivery, lambda: self._extend([delivery]))
 
     # ------------------------------------------------------------ settling
 
     async def settle(self, delivery: Delivery, disposition: Disposition) -> Settlement:
         """See `ports.Transport`."""
-        if self.lost.is_set():
-            return await self._settle_late(disposition)
-        self._hands.settling(delivery, True)
-        if self._hands.free:
-            self._something.set()
-        try:
-            settlement = await self._settle_ours(delivery, disposition)
-        finally:
-            self._hands.settling(delivery, False)
-        if isinstance(settlement, Settled | DeliveryLost):
-            self._hands.let_go(delivery, asyncio.get_running_loop().time())
-            self._something.set()
-            if self._hands.wanted:
-                self._turn.set()
-        return settlement
+        return await self._taking.settle(delivery, disposition, self._settle_ours, self._settle_late)
 
     async def _settle_ours(self, delivery: Delivery, disposition: Disposition) -> Settlement:
         match disposition:
@@ -827,22 +736,8 @@ class SortedSetTransport:
                 assert_never(disposition)
 
     async def _settle_late(self, disposition: Disposition) -> Settlement:
-        """The claim is not ours: what can still be stored or released is, by the store's own connection.
-
-        Whoever has the member now finds the result, and sends it.
-        """
-        match disposition:
-            case Ack() | DeadLetter():
-                if (not_yet := await store_reply(self._store, disposition)) is not None:
-                    return not_yet
-                if isinstance(disposition, DeadLetter):
-                    await bury(self._store, disposition, self._sets.now())
-                return DeliveryLost(stored=disposition.reply is not None)
-            case Nack(claim=hold) | Republish(claim=hold):
-                await release(self._store, hold)
-                return DeliveryLost(stored=False)
-            case _:
-                assert_never(disposition)
+        """The claim is not ours; whoever has the member now finds the result, and sends it."""
+        return await settle_late(self._store, disposition, self._sets.now())
 
     async def _conclude(self, delivery: Delivery, disposition: Ack | DeadLetter) -> Settlement:
         """Result, its message, usage event, dead letter and the end of the claim: one step."""
@@ -865,7 +760,9 @@ class SortedSetTransport:
         """What ends where the queue's results go, since the key that its message asks for is no list; else None."""
         if "WRONGTYPE" not in str(exc) or claim.result_list in ("", self._queue.own_results):
             return None
-        self._sets.say("a message asks for its result in what is no list; it goes to the queue's", claim.result_list)
+        self._sets.warnings.say(
+            "a message asks for its result in what is no list; it goes to the queue's", claim.result_list
+        )
         return replace(claim, result_list=self._queue.own_results)
 
     async def _conclude_with(self, claim: Claim, delivery: Delivery, disposition: Ack | DeadLetter) -> Settlement:
@@ -949,7 +846,7 @@ class SortedSetTransport:
                 await first_of(self.lost, within_s=COPY_PAUSE_S)
                 continue
             if answer[0] == b"DONE" and disposition.delay_s > 0:
-                await self._look_in(disposition.delay_s)
+                await self._taking.look_in(disposition.delay_s)
             if answer[0] in (b"DONE", b"GONE", b"THEIRS"):
                 return self._settled(receipt, answer[0], "retry", stored=False)
             return _not_stored(answer)
@@ -991,7 +888,7 @@ class SortedSetTransport:
 
     def _unclear(self, receipt: Receipt, exc: StoreUnavailable) -> StoreSilent:
         receipt.unclear = True
-        self._sets.say("a claim could not be settled; it is tried again", str(exc))
+        self._sets.warnings.say("a claim could not be settled; it is tried again", str(exc))
         return StoreSilent()
 
     def _letter(self, delivery: Delivery, letter: DeadLetter) -> list[str | bytes]:
@@ -1012,7 +909,7 @@ class SortedSetTransport:
         self, body: bytes, *, message_id: str | None = None, headers: Mapping[str, object] | None = None
     ) -> None:
         """See `ports.Transport`. Whether it was done is not known where it raises."""
-        self._alive()
+        self._taking.alive()
         try:
             await place(self._link, self._queue, body, message_id, now=self._sets.now(), headers=headers)
         except StoreUnavailable as exc:
@@ -1020,7 +917,7 @@ class SortedSetTransport:
 
     async def backlog(self) -> Backlog:
         """See `ports.Transport`."""
-        self._alive()
+        self._taking.alive()
         try:
             return await sorted_set_backlog(self._link, self._queue)
         except StoreUnavailable as exc:

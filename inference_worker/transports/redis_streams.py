@@ -8,7 +8,7 @@ or Valkey, that is no Cluster.
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Final, assert_never
 
 import structlog
@@ -36,8 +36,9 @@ from inference_worker.metrics import WorkerMetrics
 from inference_worker.ports import Backlog, Delivery, ResultStore
 from inference_worker.redis_scripts import Argument, RedisLink, RedisTls
 from inference_worker.results.redis import DEAD_NOTE_TTL_S, claim_key, result_key
-from inference_worker.settling import bury, death_note, release, store_reply
+from inference_worker.settling import death_note, settle_late
 from inference_worker.timing import ended, first_of, quietly, stopped_within
+from inference_worker.transports.hands import MOST_BYTES, Appetite, Receipt, receipt_of
 from inference_worker.transports.stream_entries import (
     RETURNED,
     Entry,
@@ -49,7 +50,6 @@ from inference_worker.transports.stream_entries import (
     letter_of,
     taken_over,
 )
-from inference_worker.transports.stream_hands import MOST_BYTES, Appetite, Hands, Receipt, receipt_of
 from inference_worker.transports.stream_reader import BlockingReader, GroupGone, reading
 from inference_worker.transports.stream_scripts import (
     BACKLOG,
@@ -63,6 +63,7 @@ from inference_worker.transports.stream_scripts import (
     TAKE,
     TIDY,
 )
+from inference_worker.transports.taking import Saying, Taking
 
 __all__ = ["RedisStreams", "StreamNames", "append", "delayed_key", "entry_fields", "stream_backlog"]
 
@@ -72,10 +73,9 @@ BLOCK_S: Final = 1.0
 """The longest wait for a new entry, and the longest pause between two looks at what was given back or is due."""
 
 GROUP_PAUSE_S: Final = 0.1
-UNBLOCK_PAUSE_S: Final = 0.05
 UNBLOCK_S: Final = 0.5
 STOP_S: Final = 1.5
-"""How long a reader that nobody may unblock is waited for: BLOCK, and some."""
+"""How long a reader that nobody may unblock is waited for: its BLOCK, and some."""
 
 CLOSE_S: Final = 1.0
 """How long each courtesy on leaving may take. Without it, what is ours comes back when its lease has lapsed."""
@@ -130,7 +130,7 @@ class RedisStreams:
         self.now = now
         self.appetite = Appetite()
         """Outlasts the sessions: one that ended over an answer that was too large must not be followed by its like."""
-        self._said: dict[str, str] = {}
+        self.warnings = Saying(stream=names.stream)
 
     @asynccontextmanager
     async def connect(self) -> AsyncGenerator["StreamTransport", None]:
@@ -149,16 +149,6 @@ class RedisStreams:
                 session.lose("closed by us")
                 await session.end()
 
-    def say(self, what: str, reason: str = "", **context: object) -> None:
-        """Warn, once per change of reason."""
-        if self._said.get(what) != reason:
-            self._said[what] = reason
-            log.warning(what, reason=reason, stream=self.names.stream, **context)
-
-    def well(self, what: str) -> None:
-        """What was warned of is over."""
-        self._said.pop(what, None)
-
 
 class StreamTransport:
     """One session. See `ports.Transport`."""
@@ -172,23 +162,16 @@ class StreamTransport:
         self.consumer = consumer
         self._lease_ms = round(streams.lease_s * 1000)
         self._look_s = min(BLOCK_S, streams.lease_s / 3)
-        self._hands = Hands()
-        self._something = asyncio.Event()
-        """Set when a delivery can be handed up, perhaps."""
-        self._turn = asyncio.Event()
-        """Set when the reader has something to do before its time."""
-        self._look_at = 0.0
-        """Loop time of the next look at what was given back, lapsed or is due."""
+        self._taking = Taking(
+            "the stream", take_turn=self._take_turn, give_back=self._give_back, stop_s=STOP_S, wake=self._unblock
+        )
+        self._hands = self._taking.hands
+        self.lost = self._taking.lost
         self._more = False
         """The last look found as much as it asked for: the next one need not wait for its time."""
-        self._consuming = False
-        self._resting = asyncio.Event()
-        """Set once the reader has seen that nothing is consumed."""
         self._heard_at = 0.0
         """Loop time at which Redis last answered the reader."""
         self._tasks: list[asyncio.Task[None]] = []
-        self.lost = asyncio.Event()
-        self.lost_because = ""
 
     # ------------------------------------------------------------ beginning and end
 
@@ -207,18 +190,13 @@ class StreamTransport:
         except StoreUnavailable as exc:
             raise TransportLost(str(exc)) from exc
         self._tasks = [
-            asyncio.create_task(self._read(), name="stream reader"),
+            asyncio.create_task(self._taking.read(), name="stream reader"),
             asyncio.create_task(self._keep_ours(), name="stream leases"),
         ]
 
     def lose(self, why: str) -> None:
         """The session is over, and with it the right to settle what came by it."""
-        if not self.lost.is_set():
-            self.lost_because = why
-            self.lost.set()
-            self._hands.lose_all()
-            self._something.set()
-            self._turn.set()
+        self._taking.lose(why)
 
     async def end(self) -> None:
         """Give back what is pending for us, so that nobody waits for our lease, and take the consumer away."""
@@ -226,10 +204,6 @@ class StreamTransport:
             await ended(task)
         leaving = self._link.run(LEAVE, [self._names.stream], self._names.group, self.consumer, RETURNED, BACK_IDLE_MS)
         await quietly(leaving, CLOSE_S, StoreUnavailable)
-
-    def _alive(self) -> None:
-        if self.lost.is_set():
-            raise TransportLost(self.lost_because)
 
     async def _create_group(self) -> None:
         """From the first entry on: what was sent before the first worker came is to be done, too."""
@@ -242,68 +216,37 @@ class StreamTransport:
 
     # ------------------------------------------------------------ consuming
 
-    @asynccontextmanager
-    async def consuming(self, limit: int) -> AsyncGenerator[None, None]:
+    @property
+    def lost_because(self) -> str:
         """See `ports.Transport`."""
-        self._alive()
-        self._hands.limit = limit
-        self._consuming = True
-        self._resting.clear()
-        self._turn.set()
-        try:
-            yield
-        finally:
-            self._consuming = False
-            self._hands.limit = 0
-            await self._come_to_rest()
-            await self._give_back(self._hands.take_back())
+        return self._taking.lost_because
+
+    def consuming(self, limit: int) -> AbstractAsyncContextManager[None]:
+        """See `ports.Transport`."""
+        return self._taking.consuming(limit)
 
     async def set_limit(self, limit: int) -> None:
         """See `ports.Transport`."""
-        self._alive()
-        self._hands.limit = limit
-        await self._give_back(self._hands.take_back())
-        self._something.set()
-        await self._wake()
+        await self._taking.set_limit(limit)
 
     async def receive(self) -> Delivery:
         """See `ports.Transport`."""
-        while True:
-            self._alive()
-            if self._hands.free:
-                delivery = self._hands.hand_up(asyncio.get_running_loop().time())
-                if self._hands.wanted:
-                    self._turn.set()
-                return delivery
-            self._something.clear()
-            await self._something.wait()
-
-    async def _read(self) -> None:
-        """Turn after turn, as long as the session lasts. Never dies silently."""
-        try:
-            while not self.lost.is_set():
-                await self._take_turn()
-        except TransportLost as exc:
-            self.lose(str(exc))
-        except Exception as exc:
-            # A fault of ours must not leave a consumer that looks alive and receives nothing.
-            log.exception("the reader of the stream failed")
-            self.lose(f"the reader failed: {type(exc).__name__}")
+        return await self._taking.receive()
 
     async def _take_turn(self) -> None:
         """Give back what lies too long, take what was given back or left, then wait for new entries."""
         loop = asyncio.get_running_loop()
-        self._turn.clear()
-        if not self._consuming:
-            self._resting.set()
+        self._taking.turn.clear()
+        if not self._taking.consumed:
+            self._taking.resting.set()
             await self._listen_for(BLOCK_S)
             return
         await self._give_back(self._hands.take_back(loop.time()))
-        if loop.time() >= self._look_at or (self._more and self._wanted):
+        if loop.time() >= self._taking.look_at or (self._more and self._wanted):
             await self._look()
         wanted = self._wanted
-        wait_s = max(self._look_at - loop.time(), 0.001)
-        if self._turn.is_set() or not self._consuming:
+        wait_s = max(self._taking.look_at - loop.time(), 0.001)
+        if self._taking.turn.is_set() or not self._taking.consumed:
             return
         if not wanted:
             await self._listen_for(wait_s)
@@ -313,17 +256,17 @@ class StreamTransport:
         read = await self._reader.read(wanted, wait_s)
         self._heard_at = loop.time()
         if isinstance(read, GroupGone):
-            self._streams.say("the stream or its group has gone; it is made anew")
+            self._streams.warnings.say("the stream or its group has gone; it is made anew")
             await stopped_within(self.lost, GROUP_PAUSE_S)  # Somebody may go on destroying it.
             await self._create_group()
         else:
-            self._streams.well("the stream or its group has gone; it is made anew")
+            self._streams.warnings.well("the stream or its group has gone; it is made anew")
             self._arrived(read, redelivered=False)
 
     async def _listen_for(self, seconds: float) -> None:
         """Wait until there is something to do, and see meanwhile whether the connection is still there."""
         loop = asyncio.get_running_loop()
-        await first_of(self._turn, self.lost, within_s=seconds)
+        await first_of(self._taking.turn, self.lost, within_s=seconds)
         if loop.time() - self._heard_at >= BLOCK_S and not self.lost.is_set():
             await self._reader.ping()
             self._heard_at = loop.time()
@@ -337,11 +280,11 @@ class StreamTransport:
         try:
             due_in_s = await self._take(self._wanted)
         except StoreUnavailable as exc:
-            self._streams.say("what was given back or is due cannot be looked at", str(exc))
+            self._streams.warnings.say("what was given back or is due cannot be looked at", str(exc))
             due_in_s, self._more = self._look_s, False
         else:
-            self._streams.well("what was given back or is due cannot be looked at")
-        self._look_at = loop.time() + min(due_in_s, self._look_s)
+            self._streams.warnings.well("what was given back or is due cannot be looked at")
+        self._taking.look_at = loop.time() + min(due_in_s, self._look_s)
 
     async def _take(self, wanted: int) -> float:
         """Show what is due, take up to `wanted` entries that nobody has any more; seconds to the next that is due."""
@@ -364,7 +307,7 @@ class StreamTransport:
         for entry in entries:
             self._hands.put(self._delivery(entry, redelivered))
         if entries:
-            self._something.set()
+            self._taking.something.set()
 
     def _delivery(self, entry: Entry, redelivered: bool) -> Delivery:
         said = contents_of(entry.fields)
@@ -387,30 +330,11 @@ class StreamTransport:
             headers=said.headers,
         )
 
-    async def _look_in(self, seconds: float) -> None:
-        """See to it that the next look is no later than that."""
-        at = asyncio.get_running_loop().time() + seconds
-        if at < self._look_at:
-            self._look_at = at
-            await self._wake()
-
-    async def _wake(self) -> None:
-        """Have the reader begin its next turn now."""
-        self._turn.set()
+    async def _unblock(self) -> None:
+        """End the reader's wait for new entries."""
         if self._reader.blocked and self._reader.client_id is not None:
             unblocking = self._link.do("CLIENT", "UNBLOCK", self._reader.client_id)
             await quietly(unblocking, UNBLOCK_S, StoreUnavailable)
-
-    async def _come_to_rest(self) -> None:
-        """Wait for the end of the reader's turn; where it may not be unblocked, that is the end of its BLOCK."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + STOP_S
-        while not (self._resting.is_set() or self.lost.is_set()):
-            if loop.time() >= until:
-                self.lose("the reader did not end")
-            await self._wake()
-            # Again, as the first one may have come before the wait that it was to end.
-            await first_of(self._resting, self.lost, within_s=UNBLOCK_PAUSE_S)
 
     async def _give_back(self, deliveries: Sequence[Delivery]) -> None:
         """Give back what was not received. Where Redis does not answer, it comes back when our lease has lapsed."""
@@ -437,11 +361,11 @@ class StreamTransport:
                     tidy_at = loop.time() + TIDY_S
                     await self._tidy()
             except StoreUnavailable as exc:
-                self._streams.say("the leases of entries could not be renewed", str(exc))
+                self._streams.warnings.say("the leases of entries could not be renewed", str(exc))
             except Exception:  # A fault of ours costs a turn, not the leases of all that runs.
                 log.exception("the leases of entries could not be renewed")
             else:
-                self._streams.well("the leases of entries could not be renewed")
+                self._streams.warnings.well("the leases of entries could not be renewed")
 
     async def _extend(self, receipts: Sequence[Receipt]) -> None:
         """Keep these, and have those known as lost that are not ours any more."""
@@ -452,8 +376,7 @@ class StreamTransport:
             for name in lost:
                 self._hands.drop(name.decode(), counts[name.decode()])
             if lost:
-                self._something.set()
-                self._turn.set()
+                self._taking.dropped()
 
     async def _tidy(self) -> None:
         try:
@@ -464,57 +387,28 @@ class StreamTransport:
 
     async def extend(self, delivery: Delivery) -> None:
         """See `ports.Transport`."""
-        self._alive()
-        if self._hands.holds(delivery):
-            try:
-                await self._extend([receipt_of(delivery)])
-            except StoreUnavailable as exc:
-                raise TransportLost(str(exc)) from exc
-        if not self._hands.holds(delivery):
-            raise TransportLost("the delivery is not ours any more")
+        await self._taking.extend(delivery, lambda: self._extend([receipt_of(delivery)]))
 
     # ------------------------------------------------------------ settling
 
     async def settle(self, delivery: Delivery, disposition: Disposition) -> Settlement:
         """See `ports.Transport`."""
-        if self.lost.is_set():
-            return await self._settle_late(disposition)
-        self._hands.settling(delivery, True)
-        if self._hands.free:
-            self._something.set()
-        try:
-            match disposition:
-                case Ack() | DeadLetter():
-                    settlement = await self._conclude(delivery, disposition)
-                case Nack(claim=claim):
-                    settlement = await self._requeue(delivery, claim)
-                case Republish():
-                    settlement = await self._retry(delivery, disposition)
-                case _:
-                    assert_never(disposition)
-        finally:
-            self._hands.settling(delivery, False)
-        if isinstance(settlement, Settled | DeliveryLost):
-            self._hands.let_go(delivery, asyncio.get_running_loop().time())
-            self._something.set()
-            if self._hands.wanted:
-                self._turn.set()
-        return settlement
+        return await self._taking.settle(delivery, disposition, self._settle_ours, self._settle_late)
 
-    async def _settle_late(self, disposition: Disposition) -> Settlement:
-        """The session is over: what can still be stored or released is, by the store's own connection."""
+    async def _settle_ours(self, delivery: Delivery, disposition: Disposition) -> Settlement:
         match disposition:
             case Ack() | DeadLetter():
-                if (not_yet := await store_reply(self._store, disposition)) is not None:
-                    return not_yet
-                if isinstance(disposition, DeadLetter):
-                    await bury(self._store, disposition, self._streams.now())
-                return DeliveryLost(stored=disposition.reply is not None)
-            case Nack(claim=claim) | Republish(claim=claim):
-                await release(self._store, claim)
-                return DeliveryLost(stored=False)
+                return await self._conclude(delivery, disposition)
+            case Nack(claim=claim):
+                return await self._requeue(delivery, claim)
+            case Republish():
+                return await self._retry(delivery, disposition)
             case _:
                 assert_never(disposition)
+
+    async def _settle_late(self, disposition: Disposition) -> Settlement:
+        """The session is over."""
+        return await settle_late(self._store, disposition, self._streams.now())
 
     async def _conclude(self, delivery: Delivery, disposition: Ack | DeadLetter) -> Settlement:
         """Result, usage event, dead letter and acknowledgement: one step."""
@@ -570,7 +464,7 @@ class StreamTransport:
                 await first_of(self.lost, within_s=COPY_PAUSE_S)
                 continue
             if answer[0] == b"DONE" and disposition.delay_s > 0:
-                await self._look_in(disposition.delay_s)
+                await self._taking.look_in(disposition.delay_s)
             if answer[0] in (b"DONE", b"GONE", b"THEIRS"):
                 return self._settled(receipt, answer[0], "retry", stored=False)
             return _not_stored(answer)
@@ -594,7 +488,7 @@ class StreamTransport:
             except StoreUnavailable as exc:
                 self._unclear(receipt, exc)
                 continue
-            await self._look_in(0.0)
+            await self._taking.look_in(0.0)
             return Settled(how="requeue") if back or receipt.unclear else DeliveryLost(stored=False)
         return Settled(how="requeue") if consumer else DeliveryLost(stored=False)
 
@@ -610,7 +504,9 @@ class StreamTransport:
 
     def _unclear(self, receipt: Receipt, exc: StoreUnavailable) -> StoreSilent:
         receipt.unclear = True
-        self._streams.say("an entry could not be settled; it is tried again", str(exc), entry_id=receipt.entry_id)
+        self._streams.warnings.say(
+            "an entry could not be settled; it is tried again", str(exc), entry_id=receipt.entry_id
+        )
         return StoreSilent()
 
     def _letter(self, receipt: Receipt, letter: DeadLetter) -> list[bytes]:
@@ -630,7 +526,7 @@ class StreamTransport:
         self, body: bytes, *, message_id: str | None = None, headers: Mapping[str, object] | None = None
     ) -> None:
         """See `ports.Transport`. Whether it was done is not known where it raises."""
-        self._alive()
+        self._taking.alive()
         try:
             await append(self._link, self._names, body, message_id, enqueued_at=self._streams.now(), headers=headers)
         except StoreUnavailable as exc:
@@ -638,7 +534,7 @@ class StreamTransport:
 
     async def backlog(self) -> Backlog:
         """See `ports.Transport`."""
-        self._alive()
+        self._taking.alive()
         try:
             return await stream_backlog(self._link, self._names)
         except StoreUnavailable as exc:

@@ -13,7 +13,7 @@ A session is a use of the process's connections (`sql_place`). It is over when b
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any, Final, assert_never
 
@@ -40,10 +40,11 @@ from inference_worker.messages import ErrorCode, Reply, encode_reply
 from inference_worker.metrics import WorkerMetrics
 from inference_worker.ports import Backlog, Delivery
 from inference_worker.results.sql import DEAD_NOTE_TTL_S, SqlStore, known_of, row_id
-from inference_worker.settling import bury, death_note, release, store_reply
+from inference_worker.settling import death_note, release, settle_late
 from inference_worker.sql_link import SqlLink
 from inference_worker.sql_place import SqlPlace, queue_channel
 from inference_worker.timing import ended, first_of, quietly, stopped_within
+from inference_worker.transports.hands import MOST_BYTES, Appetite, Receipt, receipt_of
 from inference_worker.transports.sorted_set_members import stored_reply
 from inference_worker.transports.sql_members import (
     SqlClaim,
@@ -54,7 +55,7 @@ from inference_worker.transports.sql_members import (
     read_claim,
     whole,
 )
-from inference_worker.transports.stream_hands import MOST_BYTES, Appetite, Hands, Receipt, receipt_of
+from inference_worker.transports.taking import Saying, Taking
 
 __all__ = ["SqlQueue", "SqlQueues", "expiring", "place_message", "sql_backlog"]
 
@@ -122,7 +123,7 @@ class SqlQueues:
         self.look_s = min(poll_interval_s, lease_s / 3)
         self.appetite = Appetite()
         """Outlasts the sessions: one that ended over an answer that was too large must not be followed by its like."""
-        self._said: dict[str, str] = {}
+        self.warnings = Saying(queue=queue.name)
 
     @asynccontextmanager
     async def connect(self) -> AsyncGenerator["SqlTransport", None]:
@@ -141,16 +142,6 @@ class SqlQueues:
                 session.lose("closed by us")
                 await session.end()
 
-    def say(self, what: str, reason: str = "", **context: object) -> None:
-        """Warn, once per change of reason."""
-        if self._said.get(what) != reason:
-            self._said[what] = reason
-            log.warning(what, reason=reason, queue=self.queue.name, **context)
-
-    def well(self, what: str) -> None:
-        """What was warned of is over."""
-        self._said.pop(what, None)
-
 
 class SqlTransport:
     """One session. See `ports.Transport`."""
@@ -161,32 +152,25 @@ class SqlTransport:
         self._store = queues.store
         self._link = queues.place.link
         self.session = f"{queues.replica_id[:200]}/{secrets.token_hex(8)}".replace("\0", "")
-        self._hands = Hands()
+        self._taking = Taking(
+            "the queue in Postgres", take_turn=self._take_turn, give_back=self._give_back, stop_s=STOP_S
+        )
+        self._hands = self._taking.hands
+        self.lost = self._taking.lost
         self._unseen: dict[int, int] = {}
         """Rows that are ours and in nobody's hands, with their fences: what is ended here, not handed up."""
         self._astray = False
         """An answer was lost: there may be claims of ours that we do not know of."""
-        self._something = asyncio.Event()
-        """Set when a delivery can be handed up, perhaps."""
-        self._turn = asyncio.Event()
-        """Set when the reader has something to do before its time."""
         self._changed = asyncio.Event()
         """Set where we were told that the queue has something new."""
         self._cancelling = asyncio.Event()
-        self._look_at = 0.0
-        """Loop time of the next look, told of a change or not."""
         self._more = False
         """The last look found as much as it asked for."""
         self._dry = False
         """The queue was seen empty, and we are told when it is not."""
         self._wanted_until = 0.0
         """Loop time until which it stands that we want to be told."""
-        self._consuming = False
-        self._resting = asyncio.Event()
-        """Set once the reader has seen that nothing is consumed."""
         self._tasks: list[asyncio.Task[None]] = []
-        self.lost = asyncio.Event()
-        self.lost_because = ""
 
     # ------------------------------------------------------------ beginning and end
 
@@ -194,7 +178,7 @@ class SqlTransport:
         """Find out whether the queue can be looked at. Raises StoreUnavailable."""
         await self._take(0)
         self._tasks = [
-            asyncio.create_task(self._read(), name="sql reader"),
+            asyncio.create_task(self._taking.read(), name="sql reader"),
             asyncio.create_task(self._keep_ours(), name="sql leases"),
             asyncio.create_task(self._heed_cancellations(), name="sql cancellations"),
         ]
@@ -205,12 +189,7 @@ class SqlTransport:
 
     def lose(self, why: str) -> None:
         """The session is over, and with it the right to settle what came by it."""
-        if not self.lost.is_set():
-            self.lost_because = why
-            self.lost.set()
-            self._hands.lose_all()
-            self._something.set()
-            self._turn.set()
+        self._taking.lose(why)
 
     async def end(self) -> None:
         """Give back what is claimed for us, so that nobody waits for our lease."""
@@ -218,80 +197,47 @@ class SqlTransport:
             await ended(task)
         await quietly(self._leave([]), CLOSE_S, StoreUnavailable)
 
-    def _alive(self) -> None:
-        if self.lost.is_set():
-            raise TransportLost(self.lost_because)
-
     async def _leave(self, kept: Sequence[int]) -> None:
         await self._link.fetch("select iw1_leave($1, $2, $3)", self._queue.name, self.session, kept)
 
     # ------------------------------------------------------------ consuming
 
-    @asynccontextmanager
-    async def consuming(self, limit: int) -> AsyncGenerator[None, None]:
+    @property
+    def lost_because(self) -> str:
         """See `ports.Transport`."""
-        self._alive()
-        self._hands.limit = limit
-        self._consuming = True
-        self._resting.clear()
-        self._turn.set()
-        try:
-            yield
-        finally:
-            self._consuming = False
-            self._hands.limit = 0
-            await self._come_to_rest()
-            await self._give_back(self._hands.take_back())
+        return self._taking.lost_because
+
+    def consuming(self, limit: int) -> AbstractAsyncContextManager[None]:
+        """See `ports.Transport`."""
+        return self._taking.consuming(limit)
 
     async def set_limit(self, limit: int) -> None:
         """See `ports.Transport`."""
-        self._alive()
-        self._hands.limit = limit
-        await self._give_back(self._hands.take_back())
-        self._something.set()
-        self._turn.set()
+        await self._taking.set_limit(limit)
 
     async def receive(self) -> Delivery:
         """See `ports.Transport`."""
-        while True:
-            self._alive()
-            if self._hands.free:
-                delivery = self._hands.hand_up(asyncio.get_running_loop().time())
-                if self._hands.wanted:
-                    self._turn.set()
-                return delivery
-            self._something.clear()
-            await self._something.wait()
-
-    async def _read(self) -> None:
-        """Turn after turn, as long as the session lasts. Never dies silently."""
-        try:
-            while not self.lost.is_set():
-                await self._take_turn()
-        except Exception as exc:
-            # A fault of ours must not leave a consumer that looks alive and receives nothing.
-            log.exception("the reader of the queue in Postgres failed")
-            self.lose(f"the reader failed: {type(exc).__name__}")
+        return await self._taking.receive()
 
     async def _take_turn(self) -> None:
         """Give back what lies too long, take what there is; where there is nothing, wait until we are told."""
         loop = asyncio.get_running_loop()
-        self._turn.clear()
-        if not self._consuming:
-            self._resting.set()
-            await first_of(self._turn, self.lost)
+        self._taking.turn.clear()
+        if not self._taking.consumed:
+            self._taking.resting.set()
+            await first_of(self._taking.turn, self.lost)
             return
         await self._give_back(self._hands.take_back(loop.time()))
         if self._changed.is_set():
             self._changed.clear()
             self._dry = False
-        if loop.time() >= self._look_at or (self._wanted and not self._dry):
+        if loop.time() >= self._taking.look_at or (self._wanted and not self._dry):
             await self._look()
-        if self._turn.is_set() or (self._more and self._wanted) or not self._consuming:
+        if self._taking.turn.is_set() or (self._more and self._wanted) or not self._taking.consumed:
             return
         if not self._wanted or await self._seen_empty():
-            left_s = max(self._look_at - loop.time(), 0.001)
-            await first_of(self._turn, self._changed, self.lost, within_s=left_s)
+            left_s = max(self._taking.look_at - loop.time(), 0.001)
+            await first_of(self._taking.turn, self._changed, self.lost, within_s=left_s)
 
     async def _seen_empty(self) -> bool:
         """Say that we want to be told, unless it stands; what came until then is seen by one look more."""
@@ -303,7 +249,7 @@ class SqlTransport:
         try:
             await self._link.fetch("select iw1_want($1, $2, $3)", channel, self.session, WANT_S)
         except StoreUnavailable as exc:
-            self._queues.say("the queue cannot be looked at", str(exc))
+            self._queues.warnings.say("the queue cannot be looked at", str(exc))
             return True  # Until the next look, which is soon.
         self._wanted_until = at + WANT_S
         return False
@@ -317,13 +263,13 @@ class SqlTransport:
         try:
             due_in_s = await self._take(self._wanted)
         except StoreUnavailable as exc:
-            self._queues.say("the queue cannot be looked at", str(exc))
+            self._queues.warnings.say("the queue cannot be looked at", str(exc))
             due_in_s, self._more, self._astray = ASTRAY_PAUSE_S, False, True
             # Not at once again: it is refused, or nobody answers.
-            await first_of(self._turn, self.lost, within_s=SHOW_PAUSE_S)
+            await first_of(self._taking.turn, self.lost, within_s=SHOW_PAUSE_S)
         else:
-            self._queues.well("the queue cannot be looked at")
-        self._look_at = loop.time() + min(due_in_s, self._queues.look_s)
+            self._queues.warnings.well("the queue cannot be looked at")
+        self._taking.look_at = loop.time() + min(due_in_s, self._queues.look_s)
 
     async def _take(self, wanted: int) -> float:
         """Put back what lapsed or is due, claim up to `wanted` rows; seconds to the next that lapses or is due."""
@@ -347,23 +293,6 @@ class SqlTransport:
         await self._arrived(claims_of(rows))
         wait_s = head["wait_s"]
         return self._queues.look_s if wait_s is None else max(wait_s, SHOW_PAUSE_S if wait_s <= 0 else 0.001)
-
-    async def _look_in(self, seconds: float) -> None:
-        """See to it that the next look is no later than that."""
-        at = asyncio.get_running_loop().time() + seconds
-        if at < self._look_at:
-            self._look_at = at
-            self._turn.set()
-
-    async def _come_to_rest(self) -> None:
-        """Wait for the end of the reader's turn."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + STOP_S
-        while not (self._resting.is_set() or self.lost.is_set()):
-            if loop.time() >= until:
-                self.lose("the reader did not end")
-            self._turn.set()
-            await first_of(self._resting, self.lost, within_s=REST_PAUSE_S)
 
     async def _give_back(self, deliveries: Sequence[Delivery]) -> None:
         """Give back what was not received. Where nobody answers, it comes back when our lease has lapsed."""
@@ -405,7 +334,7 @@ class SqlTransport:
             else:
                 self._unseen[claim.seq] = claim.attempt
                 endings.append((delivery, ending))
-        self._something.set()
+        self._taking.something.set()
         await asyncio.gather(*(self._end_unseen(delivery, ending) for delivery, ending in endings))
 
     def _delivery(self, claim: SqlClaim, why: str) -> tuple[Delivery, Disposition | None]:
@@ -503,11 +432,11 @@ class SqlTransport:
         try:
             await self._extend(self._hands.deliveries())
         except StoreUnavailable as exc:
-            self._queues.say(what, str(exc))
+            self._queues.warnings.say(what, str(exc))
         except Exception:  # A fault of ours costs a turn, not the leases of all that runs.
             log.exception(what)
         else:
-            self._queues.well(what)
+            self._queues.warnings.well(what)
 
     async def _extend(self, deliveries: Sequence[Delivery]) -> None:
         """Keep these; have those known as lost that are not ours any more, and those ended that were cancelled."""
@@ -527,8 +456,7 @@ class SqlTransport:
                 if seq not in kept:
                     self._hands.drop(claim.entry_id, claim.attempt)
             if len(kept) < len(some):
-                self._something.set()
-                self._turn.set()
+                self._taking.dropped()
             await asyncio.gather(*(self._cancel(some[seq]) for seq, cancelled in kept.items() if cancelled))
 
     async def _cancel(self, claim: SqlClaim) -> None:
@@ -546,34 +474,13 @@ class SqlTransport:
 
     async def extend(self, delivery: Delivery) -> None:
         """See `ports.Transport`."""
-        self._alive()
-        if self._hands.holds(delivery):
-            try:
-                await self._extend([delivery])
-            except StoreUnavailable as exc:
-                raise TransportLost(str(exc)) from exc
-        if not self._hands.holds(delivery):
-            raise TransportLost("the delivery is not ours any more")
+        await self._taking.extend(delivery, lambda: self._extend([delivery]))
 
     # ------------------------------------------------------------ settling
 
     async def settle(self, delivery: Delivery, disposition: Disposition) -> Settlement:
         """See `ports.Transport`."""
-        if self.lost.is_set():
-            return await self._settle_late(disposition)
-        self._hands.settling(delivery, True)
-        if self._hands.free:
-            self._something.set()
-        try:
-            settlement = await self._settle_ours(delivery, disposition)
-        finally:
-            self._hands.settling(delivery, False)
-        if isinstance(settlement, Settled | DeliveryLost):
-            self._hands.let_go(delivery, asyncio.get_running_loop().time())
-            self._something.set()
-            if self._hands.wanted:
-                self._turn.set()
-        return settlement
+        return await self._taking.settle(delivery, disposition, self._settle_ours, self._settle_late)
 
     async def _settle_ours(self, delivery: Delivery, disposition: Disposition) -> Settlement:
         match disposition:
@@ -587,22 +494,8 @@ class SqlTransport:
                 assert_never(disposition)
 
     async def _settle_late(self, disposition: Disposition) -> Settlement:
-        """The claim is not ours: what can still be stored or released is.
-
-        Whoever has the row now finds the result, and sends it.
-        """
-        match disposition:
-            case Ack() | DeadLetter():
-                if (not_yet := await store_reply(self._store, disposition)) is not None:
-                    return not_yet
-                if isinstance(disposition, DeadLetter):
-                    await bury(self._store, disposition, self._queues.now())
-                return DeliveryLost(stored=disposition.reply is not None)
-            case Nack(claim=hold) | Republish(claim=hold):
-                await release(self._store, hold)
-                return DeliveryLost(stored=False)
-            case _:
-                assert_never(disposition)
+        """The claim is not ours; whoever has the row now finds the result, and sends it."""
+        return await settle_late(self._store, disposition, self._queues.now())
 
     async def _conclude(self, delivery: Delivery, disposition: Ack | DeadLetter) -> Settlement:
         """Result, its message, usage event, dead letter and the end of the request: one step."""
@@ -681,7 +574,7 @@ class SqlTransport:
             match said:
                 case "DONE":
                     if disposition.delay_s > 0:
-                        await self._look_in(disposition.delay_s)
+                        await self._taking.look_in(disposition.delay_s)
                     else:
                         self._changed.set()
                     return Settled(how="retry")
@@ -726,7 +619,7 @@ class SqlTransport:
 
     def _unclear(self, receipt: Receipt, exc: StoreUnavailable) -> StoreSilent:
         receipt.unclear = True
-        self._queues.say("a claim could not be settled; it is tried again", str(exc))
+        self._queues.warnings.say("a claim could not be settled; it is tried again", str(exc))
         return StoreSilent()
 
     # ------------------------------------------------------------ publishing and counting
@@ -735,7 +628,7 @@ class SqlTransport:
         self, body: bytes, *, message_id: str | None = None, headers: Mapping[str, object] | None = None
     ) -> None:
         """See `ports.Transport`. Whether it was done is not known where it raises."""
-        self._alive()
+        self._taking.alive()
         try:
             await place_message(self._link, self._queue.name, body, message_id, headers, now=self._queues.now())
         except StoreUnavailable as exc:
@@ -743,7 +636,7 @@ class SqlTransport:
 
     async def backlog(self) -> Backlog:
         """See `ports.Transport`."""
-        self._alive()
+        self._taking.alive()
         try:
             return await sql_backlog(self._link, self._queue.name)
         except StoreUnavailable as exc:

@@ -27,6 +27,7 @@ from inference_worker.ports import Claimed, Delivery
 from inference_worker.results.redis import claim_key, result_key
 from inference_worker.tracing import carried
 from inference_worker.transports import redis_sorted_set
+from inference_worker.transports.hands import receipt_of
 from inference_worker.transports.redis_sorted_set import (
     SortedSetQueue,
     SortedSetTransport,
@@ -34,7 +35,6 @@ from inference_worker.transports.redis_sorted_set import (
     sorted_set_backlog,
 )
 from inference_worker.transports.sorted_set_scripts import KEEP, TIDY
-from inference_worker.transports.stream_hands import receipt_of
 from tests.sorted_set_kit import QUEUE, SortedSets, envelope, id_in, sorted_sets_at
 from tests.stream_kit import entries_of
 from tests.transport_contract import failed, nothing_comes, reply, request, take

@@ -3,7 +3,7 @@
 import asyncio
 
 from inference_worker.ports import Delivery
-from inference_worker.transports.stream_hands import (
+from inference_worker.transports.hands import (
     LONGEST_AHEAD_S,
     LOOKED_BACK,
     MOST_BYTES,
