@@ -5,6 +5,7 @@ of pytest: `integration/conftest.py` makes fixtures of it. Everything blocks; a 
 """
 
 import atexit
+import fcntl
 import os
 import pwd
 import secrets
@@ -15,10 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from tests.waiting import NotInTime, wait_until
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from testcontainers.core.container import DockerContainer
 
 START_S = 90.0
+INSTALL_S = 600.0
 STOP_S = 30.0
 LOOPBACK = "127.0.0.1"
 RABBITMQ_IMAGE = "rabbitmq:4-management"
@@ -635,8 +637,10 @@ class Local:
         if not settings.exists():
             settings.parent.mkdir(parents=True, exist_ok=True)
             settings.write_text("create_main_cluster = false\n")
-        _apt_get("update")
-        _apt_get("install", "-y", "--no-install-recommends", POSTGRES_PACKAGE)
+        with _one_at_a_time():
+            if _postgres_programs() is None:
+                _apt_get("update")
+                _apt_get("install", "-y", "--no-install-recommends", POSTGRES_PACKAGE)
         if (programs := _postgres_programs()) is None:
             raise Unavailable(f"local: apt-get installed {POSTGRES_PACKAGE}, but its programs are not found")
         return programs
@@ -652,12 +656,30 @@ class Local:
                 "local: rabbitmq-server and redis-server are not installed; these tests do it only as root on Debian"
             )
         say(f"installing {' and '.join(DEBIAN_PACKAGES)} by apt-get, for tests that need real servers")
-        _apt_get("update")
-        _apt_get("install", "-y", "--no-install-recommends", *DEBIAN_PACKAGES)
+        with _one_at_a_time():
+            if not (_rabbit_programs() and _redis_program()):
+                _apt_get("update")
+                _apt_get("install", "-y", "--no-install-recommends", *DEBIAN_PACKAGES)
         if not (_rabbit_programs() and _redis_program()):
             raise Unavailable(
                 f"local: apt-get installed {' and '.join(DEBIAN_PACKAGES)}, but their programs are not found"
             )
+
+
+@contextmanager
+def _one_at_a_time() -> Generator[None, None, None]:
+    """Installing is for one process: apt-get refuses to wait for another one, and tests run in several."""
+    with (Path(tempfile.gettempdir()) / "test-services-install.lock").open("w") as lock:
+        wait_until(lambda: _locked(lock), within=INSTALL_S, what="another process that installs packages", every=0.5)
+        yield
+
+
+def _locked(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _apt_get(*args: str) -> None:
