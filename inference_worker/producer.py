@@ -7,11 +7,12 @@ It writes and reads what the Go library does, so that both may work on the same 
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self
 
 from inference_worker.errors import (
     ConfigurationError,
@@ -27,6 +28,7 @@ from inference_worker.errors import (
 from inference_worker.messages import usable_id
 from inference_worker.producer_arrivals import Arrivals
 from inference_worker.producer_leases import LeasedResult, Leases, Nothing
+from inference_worker.producer_putting import Returning, answered, put, put_all
 from inference_worker.producer_requests import (
     PAYLOAD_GRACE_S,
     RECORD_GRACE_S,
@@ -44,8 +46,7 @@ from inference_worker.producer_results import Result, read_result
 from inference_worker.producer_scripts import CANCEL, LOOK_UP, MOST_AT_ONCE, SUBMIT
 from inference_worker.producer_steps import cancel_in_steps, submit_in_steps
 from inference_worker.redis_cluster import RedisCluster
-from inference_worker.redis_scripts import ANSWER_S, MOST_BYTES, Address, Argument, RedisCommands, RedisLink, RedisTls
-from inference_worker.timing import ended, quietly
+from inference_worker.redis_scripts import MOST_BYTES, Address, Argument, RedisCommands, RedisLink, RedisTls
 
 __all__ = [
     "ConfigurationError",
@@ -64,16 +65,12 @@ __all__ = [
     "UnreadableResult",
 ]
 
-T = TypeVar("T")
-
 REQUEST_QUEUE: Final = "request-sortedset"
 CANCELLED_FOR_S: Final = 7 * 86_400
 """How long it stands that a submission was cancelled."""
 
 SUBMIT_S: Final = 30.0
 LEASE_S: Final = 300.0
-FIRST_PAUSE_S: Final = 0.1
-LONGEST_PAUSE_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +128,7 @@ class Producer:
         self._tokens = Tokens()
         self._leases = Leases(self._results, result_queue, clustered=self._clustered)
         self._arrivals = Arrivals(self._results, result_queue)
-        self._returning: set[asyncio.Task[None]] = set()
+        self._returning = Returning()
         self._open: AsyncExitStack | None = None
 
     # ------------------------------------------------------------ requests
@@ -147,7 +144,7 @@ class Producer:
             NotAccepted: it was not taken over, for sure or perhaps (`maybe`).
             KeyTaken: its idempotency key stands for another request.
         """
-        (submission,) = await self._put([self._prepared(request)], within_s)
+        (submission,) = await put([self._prepared(request)], partial(self._taken, within_s=within_s))
         return submission
 
     async def submit_many(self, requests: Iterable[Request], *, within_s: float = SUBMIT_S) -> Sequence[Submission]:
@@ -160,16 +157,9 @@ class Producer:
             PartlyAccepted: the first chunks were taken over, and what follows was not, or perhaps.
             NotAccepted, KeyTaken: as `submit`, of the first chunk.
         """
-        taken: list[Submission] = []
-        for chunk in _chunks([self._prepared(request) for request in requests]):
-            try:
-                taken.extend(await self._put(chunk, within_s))
-            except NotAccepted as exc:
-                if not taken:
-                    raise
-                said = f"{len(taken)} were taken over, then: {exc}"
-                raise PartlyAccepted(said, tuple(taken), maybe=exc.maybe, for_good=exc.for_good) from exc
-        return taken
+        prepared = [self._prepared(request) for request in requests]
+        take = partial(self._taken, within_s=within_s)
+        return await put_all(prepared, take, most=MOST_AT_ONCE, most_bytes=MOST_BYTES)
 
     async def look_up(self, idempotency_key: str) -> Submission | None:
         """What was submitted under a key; None where nothing was, or it is long ago.
@@ -222,7 +212,7 @@ class Producer:
 
         until = asyncio.get_running_loop().time() + within_s
         while True:
-            raw = await self._or_back(take(), self._put_back)
+            raw = await self._returning.ask(take(), self._put_back)
             if raw is not None:
                 return read_result(raw)
             await self._another_look(until)
@@ -238,7 +228,7 @@ class Producer:
         self._reached()
         until = asyncio.get_running_loop().time() + within_s
         while True:
-            match await self._or_back(self._leases.receive(lease_s), self._leases.give_back):
+            match await self._returning.ask(self._leases.receive(lease_s), self._leases.give_back):
                 case LeasedResult() as leased:
                     return leased
                 case UnreadableResult() as unreadable:
@@ -279,7 +269,7 @@ class Producer:
             if self._own_results:
                 await opened.enter_async_context(self._results.open())
             await self._link.do("PING")
-            opened.push_async_callback(self._all_returned)
+            opened.push_async_callback(self._returning.end)
             await opened.enter_async_context(self._arrivals.open())
             self._open = opened.pop_all()
         return self
@@ -310,21 +300,7 @@ class Producer:
             now=self._now(),
         )
 
-    async def _put(self, chunk: Sequence[Prepared], within_s: float) -> Sequence[Submission]:
-        """Of several under one key in a chunk the first is put there, and the others are repeats of it."""
-        firsts: dict[str, Prepared] = {}
-        for one in chunk:
-            first = firsts.setdefault(one.idempotency_key or one.submission.token, one)
-            if first.fingerprint != one.fingerprint:
-                raise KeyTaken(one.idempotency_key or "", first.submission.id)
-        taken = dict(zip(firsts, await self._taken(list(firsts.values()), within_s), strict=True))
-        submissions: list[Submission] = []
-        for one in chunk:
-            key = one.idempotency_key or one.submission.token
-            submissions.append(taken[key] if firsts[key] is one else replace(taken[key], repeated=True))
-        return submissions
-
-    async def _taken(self, chunk: Sequence[Prepared], within_s: float) -> Sequence[Submission]:
+    async def _taken(self, chunk: Sequence[Prepared], *, within_s: float) -> Sequence[Submission]:
         if self._clustered:
             await submit_in_steps(self._reached(), chunk)
             return [one.submission for one in chunk]
@@ -344,17 +320,9 @@ class Producer:
 
     async def _answered(self, chunk: Sequence[Prepared], within_s: float) -> Any:
         keys, arguments = _as_asked(chunk)
-        repeatable = all(one.idempotency_key is not None for one in chunk)
-        loop = asyncio.get_running_loop()
-        until, pause_s = loop.time() + within_s, FIRST_PAUSE_S
-        while True:
-            try:
-                return await self._reached().run(SUBMIT, keys, *arguments)
-            except StoreUnavailable as exc:
-                if not repeatable or loop.time() + pause_s > until:
-                    raise NotAccepted(f"not confirmed: {exc}", maybe=True) from exc
-            await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.0))
-            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+        return await answered(
+            chunk, lambda: self._reached().run(SUBMIT, keys, *arguments), within_s=within_s, rng=self._rng
+        )
 
     # ------------------------------------------------------------ waiting
 
@@ -364,27 +332,9 @@ class Producer:
             raise NoResultYet(f"no result in {self._result_queue}")
         await self._arrivals.wait(left_s if lapses_in_s is None else min(left_s, lapses_in_s))
 
-    async def _or_back(self, asking: Awaitable[T], give_back: Callable[[Any], Awaitable[None]]) -> T:
-        """Ask Redis for something. Who is cancelled meanwhile loses nothing: what then comes is given back."""
-        asked = asyncio.ensure_future(asking)
-        try:
-            await asyncio.wait([asked])
-        except asyncio.CancelledError:
-            task = asyncio.create_task(_returned(asked, give_back), name="result given back")
-            self._returning.add(task)
-            task.add_done_callback(self._returning.discard)
-            raise
-        return asked.result()
-
     async def _put_back(self, raw: bytes | None) -> None:
         if raw is not None:
             await self._link.do("RPUSH", self._result_queue, raw)
-
-    async def _all_returned(self) -> None:
-        if tasks := list(self._returning):
-            await quietly(asyncio.wait(tasks), 2 * ANSWER_S)
-            for task in tasks:
-                await ended(task)
 
 
 def _problems(redis_url: object, link: object, *, request_queue: object, result_queue: object) -> tuple[str, ...]:
@@ -403,19 +353,6 @@ def _problems(redis_url: object, link: object, *, request_queue: object, result_
     if request_queue == result_queue and request_queue:
         problems.append(f"result_queue: is the request queue, {request_queue!r}: another key is expected")
     return tuple(problems)
-
-
-def _chunks(requests: Sequence[Prepared]) -> Iterable[Sequence[Prepared]]:
-    chunk: list[Prepared] = []
-    size_bytes = 0
-    for one in requests:
-        if chunk and (len(chunk) == MOST_AT_ONCE or size_bytes + one.size_bytes > MOST_BYTES):
-            yield chunk
-            chunk, size_bytes = [], 0
-        chunk.append(one)
-        size_bytes += one.size_bytes
-    if chunk:
-        yield chunk
 
 
 def _as_asked(chunk: Sequence[Prepared]) -> tuple[Sequence[str], Sequence[Argument]]:
@@ -460,9 +397,3 @@ def _stored(fields: Sequence[bytes]) -> Submission:
 
 def _text(raw: bytes) -> str:
     return bytes(raw).decode(errors="replace")
-
-
-async def _returned(asked: "asyncio.Future[T]", give_back: Callable[[Any], Awaitable[None]]) -> None:
-    await asyncio.wait([asked])
-    if not asked.cancelled() and asked.exception() is None:
-        await quietly(give_back(asked.result()), ANSWER_S, StoreUnavailable)

@@ -8,11 +8,11 @@ import math
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
-from dataclasses import replace
+from functools import partial
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self
 
 from inference_worker.errors import (
     ConfigurationError,
@@ -20,7 +20,6 @@ from inference_worker.errors import (
     LeaseLost,
     NoResultYet,
     NotAccepted,
-    PartlyAccepted,
     StatementRefused,
     StoreUnavailable,
     UnreadableResult,
@@ -28,21 +27,18 @@ from inference_worker.errors import (
 from inference_worker.messages import usable_id
 from inference_worker.producer import Depth, Request, Result, Submission
 from inference_worker.producer_leases import REMEMBERED_S, Lease, LeasedResult
+from inference_worker.producer_putting import Returning, answered, put, put_all
 from inference_worker.producer_requests import RECORD_GRACE_S, Prepared, Tokens, prepared
 from inference_worker.producer_results import read_result
 from inference_worker.sql_link import ANSWER_S, SqlTls
 from inference_worker.sql_place import SqlPlace, route_channel, sql_place
-from inference_worker.timing import ended, first_of, quietly
+from inference_worker.timing import first_of, quietly
 
 __all__ = ["Depth", "LeasedResult", "Request", "Result", "SqlProducer", "SqlTls", "Submission"]
-
-T = TypeVar("T")
 
 REQUEST_QUEUE: Final = "request-sql"
 SUBMIT_S: Final = 30.0
 LEASE_S: Final = 300.0
-FIRST_PAUSE_S: Final = 0.1
-LONGEST_PAUSE_S: Final = 2.0
 LOOK_S: Final = 1.0
 """How often it is looked for results, told or not."""
 
@@ -94,7 +90,7 @@ class SqlProducer:
         self._place: SqlPlace | None = None
         self._open: AsyncExitStack | None = None
         self._arrivals: _Arrivals | None = None
-        self._returning: set[asyncio.Task[None]] = set()
+        self._returning = Returning()
 
     # ------------------------------------------------------------ requests
 
@@ -109,7 +105,7 @@ class SqlProducer:
             NotAccepted: it was not taken over, for sure or perhaps (`maybe`).
             KeyTaken: its idempotency key stands for another request.
         """
-        (submission,) = await self._put([self._prepared(request)], within_s)
+        (submission,) = await put([self._prepared(request)], partial(self._taken, within_s=within_s))
         return submission
 
     async def submit_many(self, requests: Iterable[Request], *, within_s: float = SUBMIT_S) -> Sequence[Submission]:
@@ -122,16 +118,9 @@ class SqlProducer:
             PartlyAccepted: the first chunks were taken over, and what follows was not, or perhaps.
             NotAccepted, KeyTaken: as `submit`, of the first chunk.
         """
-        taken: list[Submission] = []
-        for chunk in _chunks([self._prepared(request) for request in requests]):
-            try:
-                taken.extend(await self._put(chunk, within_s))
-            except NotAccepted as exc:
-                if not taken:
-                    raise
-                said = f"{len(taken)} were taken over, then: {exc}"
-                raise PartlyAccepted(said, tuple(taken), maybe=exc.maybe, for_good=exc.for_good) from exc
-        return taken
+        prepared = [self._prepared(request) for request in requests]
+        take = partial(self._taken, within_s=within_s)
+        return await put_all(prepared, take, most=MOST_AT_ONCE, most_bytes=MOST_BYTES)
 
     async def look_up(self, idempotency_key: str) -> Submission | None:
         """What was submitted under a key; None where nothing was, or it is long ago.
@@ -183,7 +172,7 @@ class SqlProducer:
         """
         until = asyncio.get_running_loop().time() + within_s
         while True:
-            if rows := await self._or_back(self._popped(1), self._put_back):
+            if rows := await self._returning.ask(self._popped(1), self._put_back):
                 return read_result(rows[0][1])
             await self._another_look(until)
 
@@ -194,7 +183,7 @@ class SqlProducer:
             UnreadableResult: one of them is no result; it is gone, and the others lie where they lay.
             StoreUnavailable: as `get_result`.
         """
-        rows = await self._or_back(self._popped(limit), self._put_back)
+        rows = await self._returning.ask(self._popped(limit), self._put_back)
         results = []
         for place, row in enumerate(rows):
             try:
@@ -216,7 +205,7 @@ class SqlProducer:
         leases = _SqlLeases(self._reached(), self._result_queue)
         while True:
             owner = secrets.token_hex(16)
-            row = await self._or_back(leases.take(owner, _seconds(lease_s)), leases.give_back)
+            row = await self._returning.ask(leases.take(owner, _seconds(lease_s)), leases.give_back)
             if row["seq"] is not None:
                 return leases.leased(row, Lease(name=str(row["seq"]), owner=owner, lease_s=lease_s))
             await self._another_look(until, row["lapses_s"])
@@ -266,7 +255,7 @@ class SqlProducer:
                     )
                 )
             await place.link.fetch("select 1")
-            opened.push_async_callback(self._all_returned)
+            opened.push_async_callback(self._returning.end)
             self._arrivals = await opened.enter_async_context(_arrivals(place, self._result_queue))
             self._place = place
             self._open = opened.pop_all()
@@ -296,57 +285,34 @@ class SqlProducer:
             now=self._now(),
         )
 
-    async def _put(self, chunk: Sequence[Prepared], within_s: float) -> Sequence[Submission]:
-        """Of several under one key in a chunk the first is put there, and the others are repeats of it."""
-        firsts: dict[str, Prepared] = {}
-        for one in chunk:
-            first = firsts.setdefault(one.idempotency_key or one.submission.token, one)
-            if first.fingerprint != one.fingerprint:
-                raise KeyTaken(one.idempotency_key or "", first.submission.id)
-        taken = dict(zip(firsts, await self._taken(list(firsts.values()), within_s), strict=True))
-        submissions: list[Submission] = []
-        for one in chunk:
-            key = one.idempotency_key or one.submission.token
-            submissions.append(taken[key] if firsts[key] is one else replace(taken[key], repeated=True))
-        return submissions
-
-    async def _taken(self, chunk: Sequence[Prepared], within_s: float) -> Sequence[Submission]:
+    async def _taken(self, chunk: Sequence[Prepared], *, within_s: float) -> Sequence[Submission]:
         taken = [one.submission for one in chunk]
-        for row in await self._answered(chunk, within_s):
+        for row in await answered(chunk, partial(self._submitted, chunk), within_s=within_s, rng=self._rng):
             ours, known = taken[row["place"] - 1], _known([row[name] for name in _FIELDS])
             # Ours where the answer to the statement before was lost.
             taken[row["place"] - 1] = ours if known.token == ours.token else known
         return taken
 
-    async def _answered(self, chunk: Sequence[Prepared], within_s: float) -> Sequence[Any]:
-        repeatable = all(one.idempotency_key is not None for one in chunk)
-        loop = asyncio.get_running_loop()
-        until, pause_s = loop.time() + within_s, FIRST_PAUSE_S
-        while True:
-            try:
-                return await self._reached().link.fetch(
-                    "select * from iw1_submit($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
-                    [one.submission.request_queue for one in chunk],
-                    [one.submission.id for one in chunk],
-                    [one.submission.token for one in chunk],
-                    [one.submission.deadline for one in chunk],
-                    [one.member for one in chunk],
-                    [one.payload for one in chunk],
-                    [one.submission.result_queue for one in chunk],
-                    [one.idempotency_key for one in chunk],
-                    [one.fingerprint for one in chunk],
-                    float(RECORD_GRACE_S),
-                )
-            except StatementRefused as exc:
-                if exc.code == KEY_TAKEN:
-                    place, _, known = str(exc).rpartition(": ")[2].partition(":")
-                    raise KeyTaken(chunk[int(place) - 1].idempotency_key or "", known) from exc
-                raise NotAccepted(f"Postgres refuses it: {exc}", maybe=False) from exc
-            except StoreUnavailable as exc:
-                if not repeatable or loop.time() + pause_s > until:
-                    raise NotAccepted(f"not confirmed: {exc}", maybe=True) from exc
-            await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.0))
-            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+    async def _submitted(self, chunk: Sequence[Prepared]) -> Sequence[Any]:
+        try:
+            return await self._reached().link.fetch(
+                "select * from iw1_submit($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
+                [one.submission.request_queue for one in chunk],
+                [one.submission.id for one in chunk],
+                [one.submission.token for one in chunk],
+                [one.submission.deadline for one in chunk],
+                [one.member for one in chunk],
+                [one.payload for one in chunk],
+                [one.submission.result_queue for one in chunk],
+                [one.idempotency_key for one in chunk],
+                [one.fingerprint for one in chunk],
+                float(RECORD_GRACE_S),
+            )
+        except StatementRefused as exc:
+            if exc.code == KEY_TAKEN:
+                place, _, known = str(exc).rpartition(": ")[2].partition(":")
+                raise KeyTaken(chunk[int(place) - 1].idempotency_key or "", known) from exc
+            raise NotAccepted(f"Postgres refuses it: {exc}", maybe=False) from exc
 
     # ------------------------------------------------------------ waiting
 
@@ -363,18 +329,6 @@ class SqlProducer:
         )
         return sorted(rows, key=lambda row: int(row["seq"]))
 
-    async def _or_back(self, asking: Awaitable[T], give_back: Callable[[T], Awaitable[None]]) -> T:
-        """Ask for something. Who is cancelled meanwhile loses nothing: what then comes is given back."""
-        asked = asyncio.ensure_future(asking)
-        try:
-            await asyncio.wait([asked])
-        except asyncio.CancelledError:
-            task = asyncio.create_task(_returned(asked, give_back), name="result given back")
-            self._returning.add(task)
-            task.add_done_callback(self._returning.discard)
-            raise
-        return asked.result()
-
     async def _put_back(self, rows: Sequence[Any]) -> None:
         """To where they lay."""
         if rows and (place := self._given or self._place) is not None:
@@ -385,12 +339,6 @@ class SqlProducer:
                 [row["seq"] for row in rows],
                 [row["body"] for row in rows],
             )
-
-    async def _all_returned(self) -> None:
-        if tasks := list(self._returning):
-            await quietly(asyncio.wait(tasks), 2 * ANSWER_S)
-            for task in tasks:
-                await ended(task)
 
 
 class _SqlLeases:
@@ -497,26 +445,7 @@ def _known(fields: Sequence[Any]) -> Submission:
     )
 
 
-def _chunks(requests: Sequence[Prepared]) -> Iterable[Sequence[Prepared]]:
-    chunk: list[Prepared] = []
-    size_bytes = 0
-    for one in requests:
-        if chunk and (len(chunk) == MOST_AT_ONCE or size_bytes + one.size_bytes > MOST_BYTES):
-            yield chunk
-            chunk, size_bytes = [], 0
-        chunk.append(one)
-        size_bytes += one.size_bytes
-    if chunk:
-        yield chunk
-
-
 def _seconds(lease_s: float) -> float:
     if not 0 < lease_s < math.inf:
         raise ValueError(f"a lease must last a number of seconds above 0, got {lease_s!r}")
     return max(float(lease_s), 0.001)
-
-
-async def _returned(asked: "asyncio.Future[T]", give_back: Callable[[T], Awaitable[None]]) -> None:
-    await asyncio.wait([asked])
-    if not asked.cancelled() and asked.exception() is None:
-        await quietly(give_back(asked.result()), ANSWER_S, StoreUnavailable)

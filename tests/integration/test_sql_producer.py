@@ -258,7 +258,7 @@ async def test_who_stops_waiting_takes_nothing(kit: SqlQueueKit, producer: SqlPr
                     await got.release()
                 else:
                     await put_result(kit, "a")
-            await eventually(lambda: not producer._returning, within=5, what="all is given back")
+            await eventually(lambda: not producer._returning._tasks, within=5, what="all is given back")
             assert [row[0] for row in await kit.rows("select owner from iw_results")] == [None]
 
 

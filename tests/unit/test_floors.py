@@ -36,7 +36,7 @@ FLOORS = (
     "gates.*",  # Those in Redis know the keys of its results.
     "transports.*",  # A list of results reads what the sorted set stores.
     "rmq_look rmq_backlog scale_metrics client_ways otlp confirmed_intake stream_dead_letters memory_dead_letters "
-    "producer_arrivals producer_leases",
+    "producer_arrivals producer_leases producer_putting",
     "sorted_set_dead_letters sql_dead_letters",
     "dlq peer_metrics",
     "dlq_reach dlq_remote dlq_saying peer_gates peer_notes peer_backlog pooled_metrics",
