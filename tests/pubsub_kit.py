@@ -1,4 +1,4 @@
-"""A subscription of a test's own in the emulator, with its topics: producers, sessions, and a look at what comes."""
+"""A subscription of a test's own, with its topics: producers, sessions, and a look at what comes."""
 
 import asyncio
 import json

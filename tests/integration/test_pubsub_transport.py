@@ -1,4 +1,4 @@
-"""A subscription of Pub/Sub keeps the transport contract, on Google's emulator."""
+"""A subscription of Pub/Sub keeps the transport contract."""
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
