@@ -38,11 +38,12 @@ from inference_worker.messages import Reply
 from inference_worker.metrics import WorkerMetrics
 from inference_worker.ports import Backlog, Delivery, ResultStore
 from inference_worker.pubsub_values import DENIED, SILENT, PubsubLink, Subscription
-from inference_worker.settling import bury, release, store_reply
+from inference_worker.settling import bury, release, settle_late, store_reply
 from inference_worker.timing import ended, first_of, quietly, stopped_within
-from inference_worker.transports.hands import Appetite, Hands, Receipt, receipt_of
+from inference_worker.transports.hands import Appetite, Receipt, receipt_of
 from inference_worker.transports.pubsub_messages import PubsubClaim, PubsubQueue, attributes_of, read_pulled
 from inference_worker.transports.sorted_set_members import stored_reply
+from inference_worker.transports.taking import Saying, Taking
 
 __all__ = ["PubsubQueue", "PubsubTransport", "PubsubTransports"]
 
@@ -108,7 +109,7 @@ class PubsubTransports:
         self.lease_s = min(max(lease_s, LEAST_LEASE_S), MOST_LEASE_S)
         self.patience_s = patience_s
         self.appetite = Appetite()
-        self._said: dict[str, str] = {}
+        self.warnings = Saying(subscription=queue.name)
 
     @asynccontextmanager
     async def connect(self) -> AsyncGenerator["PubsubTransport", None]:
@@ -125,16 +126,6 @@ class PubsubTransports:
                 await session.end()
                 session.lose("closed by us")
 
-    def say(self, what: str, reason: str = "", **context: object) -> None:
-        """Warn, once per change of reason."""
-        if self._said.get(what) != reason:
-            self._said[what] = reason
-            log.warning(what, reason=reason, subscription=self.queue.name, **context)
-
-    def well(self, what: str) -> None:
-        """What was warned of is over."""
-        self._said.pop(what, None)
-
 
 class PubsubTransport:
     """One session. See `ports.Transport`."""
@@ -146,21 +137,23 @@ class PubsubTransport:
         self._name = transports.queue.subscription
         self._store = transports.store
         self._seen = Subscription()
-        self._hands = Hands()
+        self._taking = Taking(
+            "the subscription",
+            take_turn=self._take_turn,
+            give_back=self._give_back,
+            stop_s=STOP_S,
+            on_lost=self._forget_waiting,
+        )
+        self._hands = self._taking.hands
+        self.lost = self._taking.lost
         self._unseen: set[str] = set()
         """Ack ids of what is ended here, not handed up."""
         self._waiting: dict[str, tuple[asyncio.TimerHandle, int]] = {}
         """By ack id: what is handed up again later, and its size. Leased all the while."""
-        self._something = asyncio.Event()
-        self._turn = asyncio.Event()
-        self._consuming = False
-        self._resting = asyncio.Event()
-        self._pulling: asyncio.Task[None] | None = None
+        self._failing_since: float | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._returning: set[asyncio.Task[bool]] = set()
         self._renewed_at = 0.0
-        self.lost = asyncio.Event()
-        self.lost_because = ""
 
     # ------------------------------------------------------------ beginning and end
 
@@ -171,32 +164,36 @@ class PubsubTransport:
         except StoreUnavailable as exc:
             if exc.code != DENIED:
                 raise
-            self._transports.say(
+            self._transports.warnings.say(
                 "the subscription may not be looked at: its dead-letter topic is not known, and dead letters are"
                 " stored and answered only",
                 str(exc),
             )
         else:
             if not self._seen.exactly_once:
-                self._transports.say(
+                self._transports.warnings.say(
                     "the subscription has no exactly-once delivery: a request may run twice where a lease has lapsed"
                 )
         self._renewed_at = asyncio.get_running_loop().time()
         self._tasks = [
-            asyncio.create_task(self._read(), name="pubsub reader"),
+            asyncio.create_task(self._taking.read(), name="pubsub reader"),
             asyncio.create_task(self._keep_ours(), name="pubsub leases"),
             asyncio.create_task(self._watch(), name="pubsub connection"),
         ]
 
+    @property
+    def lost_because(self) -> str:
+        """See `ports.Transport`."""
+        return self._taking.lost_because
+
     def lose(self, why: str) -> None:
         """The session is over, and with it the right to settle what came by it."""
-        if not self.lost.is_set():
-            self.lost_because = why
-            self.lost.set()
-            self._drop(list(self._waiting))
-            self._hands.lose_all()
-            self._something.set()
-            self._turn.set()
+        self._taking.lose(why)
+
+    def _forget_waiting(self) -> None:
+        for timer, _ in self._waiting.values():
+            timer.cancel()
+        self._waiting.clear()
 
     async def end(self) -> None:
         """Give back what is ours, so that nobody waits for our lease."""
@@ -208,86 +205,50 @@ class PubsubTransport:
         for returning in list(self._returning):
             await ended(returning)
 
-    def _alive(self) -> None:
-        if self.lost.is_set():
-            raise TransportLost(self.lost_because)
-
     def held(self) -> list[str]:
         """Ack ids of all that is ours."""
         return [*(receipt.entry_id for receipt in self._hands.everything()), *self._unseen, *self._waiting]
 
     # ------------------------------------------------------------ consuming
 
-    @asynccontextmanager
-    async def consuming(self, limit: int) -> AsyncGenerator[None, None]:
+    def consuming(self, limit: int) -> AbstractAsyncContextManager[None]:
         """See `ports.Transport`."""
-        self._alive()
-        self._hands.limit = limit
-        self._consuming = True
-        self._resting.clear()
-        self._turn.set()
-        try:
-            yield
-        finally:
-            self._consuming = False
-            self._hands.limit = 0
-            await self._come_to_rest()
-            await self._give_back(self._hands.take_back())
+        return self._taking.consuming(limit)
 
     async def set_limit(self, limit: int) -> None:
         """See `ports.Transport`."""
-        self._alive()
-        self._hands.limit = limit
-        await self._give_back(self._hands.take_back())
-        self._something.set()
-        self._turn.set()
+        await self._taking.set_limit(limit)
 
     async def receive(self) -> Delivery:
         """See `ports.Transport`."""
-        while True:
-            self._alive()
-            if self._hands.free:
-                delivery = self._hands.hand_up(asyncio.get_running_loop().time())
-                if self._hands.wanted:
-                    self._turn.set()
-                return delivery
-            self._something.clear()
-            await self._something.wait()
+        return await self._taking.receive()
 
-    async def _read(self) -> None:
-        """Pull after pull, as long as the session lasts. Never dies silently."""
-        failing_since: float | None = None
+    async def _take_turn(self) -> None:
+        """Give back what lies too long, and pull once."""
         loop = asyncio.get_running_loop()
+        self._taking.turn.clear()
+        if not self._taking.consumed:
+            self._taking.resting.set()
+            await first_of(self._taking.turn, self.lost)
+            return
+        await self._give_back(self._hands.take_back(loop.time()))
+        if not self._wanted:
+            await first_of(self._taking.turn, self.lost, within_s=1.0)
+            return
+        begun = loop.time()
         try:
-            while not self.lost.is_set():
-                self._turn.clear()
-                if not self._consuming:
-                    self._resting.set()
-                    await first_of(self._turn, self.lost)
-                    continue
-                await self._give_back(self._hands.take_back(loop.time()))
-                if not self._wanted:
-                    await first_of(self._turn, self.lost, within_s=1.0)
-                    continue
-                begun = loop.time()
-                try:
-                    came = await self._pulled()
-                except StoreUnavailable as exc:
-                    failing_since = begun if failing_since is None else failing_since
-                    if exc.code not in SILENT or loop.time() - failing_since >= self._transports.patience_s:
-                        self.lose(str(exc))
-                        return
-                    self._transports.say("the subscription cannot be pulled from", str(exc))
-                    await stopped_within(self.lost, min(PAUSE_S, self._transports.patience_s))
-                    continue
-                failing_since = None
-                self._transports.well("the subscription cannot be pulled from")
-                if not came and loop.time() - begun < PAUSE_S:
-                    await first_of(self._turn, self.lost, within_s=PAUSE_S)
-        except Exception as exc:
-            # A fault of ours must not leave a consumer that looks alive and receives nothing.
-            log.exception("the reader of the subscription failed")
-            self.lose(f"the reader failed: {type(exc).__name__}")
+            came = await self._pulled()
+        except StoreUnavailable as exc:
+            self._failing_since = begun if self._failing_since is None else self._failing_since
+            if exc.code not in SILENT or loop.time() - self._failing_since >= self._transports.patience_s:
+                raise TransportLost(str(exc)) from exc
+            self._transports.warnings.say("the subscription cannot be pulled from", str(exc))
+            await stopped_within(self.lost, min(PAUSE_S, self._transports.patience_s))
+            return
+        self._failing_since = None
+        self._transports.warnings.well("the subscription cannot be pulled from")
+        if not came and loop.time() - begun < PAUSE_S:
+            await first_of(self._taking.turn, self.lost, within_s=PAUSE_S)
 
     @property
     def _wanted(self) -> int:
@@ -297,9 +258,9 @@ class PubsubTransport:
         """One pull, given up where nothing is consumed any more. Raises StoreUnavailable."""
         pulling = asyncio.create_task(self._link.pull(self._name, self._wanted), name="pubsub pull")
         try:
-            while not pulling.done() and self._consuming:
-                self._turn.clear()
-                turned = asyncio.create_task(self._turn.wait())
+            while not pulling.done() and self._taking.consumed:
+                self._taking.turn.clear()
+                turned = asyncio.create_task(self._taking.turn.wait())
                 try:
                     await asyncio.wait([pulling, turned], return_when=asyncio.FIRST_COMPLETED)
                 finally:
@@ -328,7 +289,7 @@ class PubsubTransport:
             return
         self._unseen.discard(claim.pulled.ack_id)
         self._hands.put(self._delivery(claim, attempts))
-        self._something.set()
+        self._taking.something.set()
 
     async def _noted(self, claim: PubsubClaim) -> int:
         """How many attempts lie behind it. Where nobody says, 0: what is not the first one is found out by claiming."""
@@ -404,16 +365,6 @@ class PubsubTransport:
             error_code="invalid_request",
         )
 
-    async def _come_to_rest(self) -> None:
-        """Wait for the end of the reader's turn."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + STOP_S
-        while not (self._resting.is_set() or self.lost.is_set()):
-            if loop.time() >= until:
-                self.lose("the reader did not end")
-            self._turn.set()
-            await first_of(self._resting, self.lost, within_s=0.05)
-
     async def _give_back(self, deliveries: Sequence[Delivery]) -> None:
         """Give back what was not received. Where nobody answers, it comes back when its lease has lapsed."""
         if deliveries:
@@ -431,14 +382,14 @@ class PubsubTransport:
         while not await stopped_within(self.lost, pause_s):
             at = loop.time()
             try:
-                self._drop(await self._link.keep(self._name, self.held(), lease_s))
+                await self._extend(self.held())
                 self._renewed_at = at
             except StoreUnavailable as exc:
-                self._transports.say("leases could not be renewed", str(exc))
+                self._transports.warnings.say("leases could not be renewed", str(exc))
                 if loop.time() - self._renewed_at > lease_s:
                     self.lose(f"leases could not be renewed: {exc}")
             else:
-                self._transports.well("leases could not be renewed")
+                self._transports.warnings.well("leases could not be renewed")
 
     async def _watch(self) -> None:
         """See a connection that is gone and does not come back, also where nothing is pulled as our hands are full."""
@@ -455,44 +406,23 @@ class PubsubTransport:
             self._hands.drop(ack_id, 0)
             if (waits := self._waiting.pop(ack_id, None)) is not None:
                 waits[0].cancel()
-        self._something.set()
+        self._taking.something.set()
 
     async def extend(self, delivery: Delivery) -> None:
         """See `ports.Transport`."""
-        self._alive()
-        ack_id = receipt_of(delivery).entry_id
-        if not self._hands.holds(delivery):
-            raise TransportLost("the delivery is not ours any more")
-        try:
-            gone = await self._link.keep(self._name, [ack_id], self._transports.lease_s)
-        except StoreUnavailable as exc:
-            raise TransportLost(str(exc)) from exc
-        if gone:
-            self._drop(gone)
-            raise TransportLost("the delivery is not ours any more")
+        await self._taking.extend(delivery, lambda: self._extend([receipt_of(delivery).entry_id]))
+
+    async def _extend(self, ack_ids: Sequence[str]) -> None:
+        """Keep these, and have those known as lost that are not ours any more."""
+        self._drop(await self._link.keep(self._name, ack_ids, self._transports.lease_s))
 
     # ------------------------------------------------------------ settling
 
     async def settle(self, delivery: Delivery, disposition: Disposition) -> Settlement:
         """See `ports.Transport`."""
-        if self.lost.is_set() or not self._hands.holds(delivery):
+        if not self._hands.holds(delivery):
             return await self._settle_late(disposition)
-        self._hands.settling(delivery, True)
-        if self._hands.free:
-            self._something.set()
-        try:
-            settlement = await self._settle_ours(delivery, disposition)
-        finally:
-            self._hands.settling(delivery, False)
-        if isinstance(settlement, Settled | DeliveryLost):
-            self._let_go(delivery)
-        return settlement
-
-    def _let_go(self, delivery: Delivery) -> None:
-        self._hands.let_go(delivery, asyncio.get_running_loop().time())
-        self._something.set()
-        if self._hands.wanted:
-            self._turn.set()
+        return await self._taking.settle(delivery, disposition, self._settle_ours, self._settle_late)
 
     async def _settle_ours(self, delivery: Delivery, disposition: Disposition) -> Settlement:
         match disposition:
@@ -509,19 +439,8 @@ class PubsubTransport:
                 assert_never(disposition)
 
     async def _settle_late(self, disposition: Disposition) -> Settlement:
-        """It is not ours: what can still be stored or released is. Who has it now finds the result and publishes it."""
-        match disposition:
-            case Ack() | DeadLetter():
-                if (not_yet := await store_reply(self._store, disposition)) is not None:
-                    return not_yet
-                if isinstance(disposition, DeadLetter):
-                    await bury(self._store, disposition, self._transports.now())
-                return DeliveryLost(stored=disposition.reply is not None)
-            case Nack(claim=claim) | Republish(claim=claim):
-                await release(self._store, claim)
-                return DeliveryLost(stored=False)
-            case _:
-                assert_never(disposition)
+        """It is not ours; whoever has it now finds the result, and publishes it."""
+        return await settle_late(self._store, disposition, self._transports.now())
 
     async def _conclude(self, claim: PubsubClaim, disposition: Ack | DeadLetter) -> Settlement:
         """Store, publish, park, acknowledge; each step is done before the next begins, and any of them may repeat."""
@@ -582,7 +501,7 @@ class PubsubTransport:
         return Settled(how=how) if ours else DeliveryLost(stored=stored)
 
     def _silent(self, exc: StoreUnavailable) -> StoreSilent:
-        self._transports.say("a delivery could not be settled; it is tried again", str(exc))
+        self._transports.warnings.say("a delivery could not be settled; it is tried again", str(exc))
         return StoreSilent()
 
     # ------------------------------------------------------------ trying again
@@ -591,7 +510,7 @@ class PubsubTransport:
         """Have it handed up again after its delay. Its lease is renewed first, which shows that it is ours."""
         claim, lease_s = _claim_of(delivery), self._transports.lease_s
         size = claim.size_bytes + sum(size for _, size in self._waiting.values())
-        keeps = self._consuming and len(self._waiting) < MOST_WAITING and size <= MOST_WAITING_BYTES
+        keeps = self._taking.consumed and len(self._waiting) < MOST_WAITING and size <= MOST_WAITING_BYTES
         try:
             gone = await self._link.keep(self._name, [claim.pulled.ack_id], lease_s)
         except StoreUnavailable as exc:
@@ -605,7 +524,6 @@ class PubsubTransport:
             seconds = min(math.ceil(disposition.delay_s), MOST_LEASE_S)
             await quietly(self._link.keep(self._name, [claim.pulled.ack_id], seconds), CLOSE_S, StoreUnavailable)
             return Settled(how="retry")
-        self._let_go(delivery)
         timer = asyncio.get_running_loop().call_later(
             max(disposition.delay_s, 0.0), self._due, replace(claim, redelivered=False), disposition.attempts
         )
@@ -614,9 +532,9 @@ class PubsubTransport:
 
     def _due(self, claim: PubsubClaim, attempts: int) -> None:
         del self._waiting[claim.pulled.ack_id]
-        if self._consuming:
+        if self._taking.consumed:
             self._hands.put(self._delivery(claim, attempts))
-            self._something.set()
+            self._taking.something.set()
             return
         returning = asyncio.create_task(self._nacked([claim.pulled.ack_id]))
         self._returning.add(returning)
@@ -628,7 +546,7 @@ class PubsubTransport:
         self, body: bytes, *, message_id: str | None = None, headers: Mapping[str, object] | None = None
     ) -> None:
         """See `ports.Transport`. Every subscription of the topic gets it."""
-        self._alive()
+        self._taking.alive()
         if not self._seen.topic:
             raise TransportLost("the topic of the subscription is not known: it may not be looked at")
         try:
@@ -638,18 +556,18 @@ class PubsubTransport:
 
     async def backlog(self) -> Backlog:
         """See `ports.Transport`. What others hold counts as waiting: the service tells of neither."""
-        self._alive()
+        self._taking.alive()
         ours = len(self.held())
         if self._transports.undelivered is None:
             return Backlog(ready=0, in_flight=ours, how="nobody counts")
         try:
             undelivered = await self._transports.undelivered(self._name)
         except StoreUnavailable as exc:
-            self._transports.say("the backlog cannot be looked at", str(exc))
+            self._transports.warnings.say("the backlog cannot be looked at", str(exc))
             undelivered = None
         if undelivered is None:
             return Backlog(ready=0, in_flight=ours, how="unknown")
-        self._transports.well("the backlog cannot be looked at")
+        self._transports.warnings.well("the backlog cannot be looked at")
         return Backlog(ready=max(undelivered - ours, 0), in_flight=ours, how="monitoring")
 
 

@@ -46,6 +46,10 @@ async def nobody() -> None:
     """The reader waits for nothing but `turn` and what it is told."""
 
 
+def nothing() -> None:
+    """Nothing is left over once a session is over."""
+
+
 class Taking:
     """The consuming half of one session. See `ports.Transport` for what its methods are called by."""
 
@@ -57,15 +61,18 @@ class Taking:
         give_back: Callable[[Sequence[Delivery]], Awaitable[None]],
         stop_s: float,
         wake: Callable[[], Awaitable[None]] = nobody,
+        on_lost: Callable[[], None] = nothing,
     ) -> None:
         """`take_turn` clears `turn`, sets `resting` where nothing is consumed, and waits long for nothing but `turn`
         and `lost`; where it waits for a server besides, `wake` ends that. `stop_s`: how long its end is waited for.
+        `on_lost` is called once the session is over.
         """
         self._what = what
         self._take_turn = take_turn
         self._give_back = give_back
         self._stop_s = stop_s
         self._wake = wake
+        self._on_lost = on_lost
         self.hands = Hands()
         self.something = asyncio.Event()
         """Set when a delivery can be handed up, perhaps."""
@@ -89,6 +96,7 @@ class Taking:
         self.lost_because = why
         self.lost.set()
         self.hands.lose_all()
+        self._on_lost()
         self.something.set()
         self.turn.set()
         return True
