@@ -1,0 +1,1 @@
+"""The last release beside the present version, for tests of upgrades."""
