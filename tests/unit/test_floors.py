@@ -2,8 +2,8 @@
 
 import ast
 import sys
-from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -86,27 +86,32 @@ DRIVERS = {
 }
 
 
+@cache
 def modules() -> list[str]:
     """All but the `__init__` files, whose docstring is all they have."""
     paths = (path.relative_to(ROOT).with_suffix("") for path in ROOT.rglob("*.py"))
     return sorted(".".join(path.parts) for path in paths if path.name != "__init__")
 
 
-def imports(module: str) -> Iterator[str]:
+@cache
+def imports(module: str) -> tuple[str, ...]:
     """Every import wherever it stands, `TYPE_CHECKING` and functions included, as `package.module.name`."""
     path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+    found: list[str] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.extend(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module} imports relatively"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found.extend(f"{node.module}.{alias.name}" for alias in node.names)
+    return tuple(found)
 
 
 def named(module: str, patterns: str) -> bool:
     return any(fnmatch(module, pattern) for pattern in patterns.split())
 
 
+@cache
 def floor(module: str) -> int:
     """The line of a module; a file without one lies below and above nothing, and fails a test of its own."""
     return next((number for number, line in enumerate(FLOORS) if named(module, line)), -1)
