@@ -6,14 +6,14 @@
     python -m tests.bench streams [--rounds 9]
     python -m tests.bench kills [--jobs 20000]
     python -m tests.bench saturation [--seconds 25] [--only aimd]
-    python -m tests.bench pickup [--messages 1000]
-    python -m tests.bench sql-pickup [--messages 1000]
-    python -m tests.bench sql-kills [--kills 1000]
+    python -m tests.bench pickup [--transport redis-sortedset] [--messages 1000]
+    python -m tests.bench process-kills --transport redis-sortedset [--kills 1000]
     python -m tests.bench process [--seconds 15] [--rates 500 1000 2000]
 
 RabbitMQ and Redis come from where the tests have them (`TEST_SERVICES`). The worker is the real process; the bare loop
 consumes, claims, calls, stores and acknowledges with the same drivers, the same scripts and no logic at all. Rounds
-alternate, so that both meet the same machine.
+alternate, so that both meet the same machine. `pickup` and `process-kills` are for one transport at a time: RabbitMQ,
+Redis, Postgres or Pub/Sub (`tests/pubsub_emulator.py`).
 """
 
 import argparse
@@ -38,13 +38,15 @@ from tests.bench.kills import kills_bar
 from tests.bench.latency import measure_latency
 from tests.bench.pickup import pickup_bar
 from tests.bench.process import RATES, process_bar
+from tests.bench.process_kills import process_kills_bar
 from tests.bench.saturation import saturation_bar
-from tests.bench.sql import sql_kills_bar, sql_pickup_bar
+from tests.bench.servers import Servers
 from tests.bench.streams import streams_bar
 from tests.bench.submit import submit_bar
 from tests.conservation import channel_of
+from tests.every_transport import TRANSPORTS
 from tests.faults.processes import WorkerProcess
-from tests.services import Postgres, Rabbit, Redis, choose, free_port
+from tests.services import Rabbit, Redis, choose, free_port
 from tests.waiting import eventually
 from tests.worker_env import queue_of, worker_env
 
@@ -185,19 +187,13 @@ async def latency(args: argparse.Namespace, rabbit: Rabbit, redis: Redis) -> boo
     return good
 
 
-async def sql_bar(args: argparse.Namespace, postgres: Postgres) -> bool:
-    """What is measured over a queue in Postgres."""
-    if args.what == "sql-kills":
-        return await sql_kills_bar(args.kills, postgres, console)
-    return await sql_pickup_bar(min(args.messages, 1000), args.seconds or 30, postgres, console)
-
-
 def main() -> int:
     """Run what the arguments name; 1 where a bar is missed."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench")
     what = ["throughput", "latency", "submit", "streams", "kills", "saturation", "pickup", "process", "all"]
-    what += ["sql-pickup", "sql-kills"]
+    what += ["process-kills"]
     parser.add_argument("what", nargs="?", choices=what, default="all")
+    parser.add_argument("--transport", choices=TRANSPORTS, default=TRANSPORTS[0], help="of pickup and process-kills")
     parser.add_argument("--rounds", type=int, help="default 3; streams: 9")
     parser.add_argument("--messages", type=int, default=5000)
     parser.add_argument("--in-flight", type=int, nargs="+", default=[16, 64])
@@ -212,10 +208,15 @@ def main() -> int:
     logs.configure("warning", "console", sys.stderr)
     supply = choose(os.environ, console.print)
     try:
-        if args.what.startswith("sql-"):
-            return 0 if asyncio.run(sql_bar(args, supply.postgres())) else 1
-        redis = supply.redis()
-        good = True
+        servers, good = Servers(supply), True
+        if args.what == "process-kills":
+            return 0 if asyncio.run(process_kills_bar(args.transport, args.kills, servers, console)) else 1
+        if args.what in ("pickup", "all"):
+            messages, idle_s = min(args.messages, 1000), args.seconds or 30
+            good &= asyncio.run(pickup_bar(args.transport, messages, idle_s, servers, console))
+        if args.what == "pickup":
+            return 0 if good else 1
+        redis = servers.redis
         if args.what in ("latency", "all"):
             few = argparse.Namespace(messages=min(args.messages, 500))
             good &= asyncio.run(latency(few, supply.rabbit(), redis))
@@ -225,8 +226,6 @@ def main() -> int:
             good &= asyncio.run(streams_bar(rounds or 9, redis, console))
         if args.what in ("kills", "all"):
             good &= asyncio.run(kills_bar(args.jobs, redis, console))
-        if args.what in ("pickup", "all"):
-            good &= asyncio.run(pickup_bar(min(args.messages, 1000), args.seconds or 30, redis, console))
         if args.what in ("saturation", "all"):
             good &= asyncio.run(saturation_bar(args.seconds or 25, redis, console, args.only))
         if args.what in ("process", "all"):
