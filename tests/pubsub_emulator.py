@@ -29,7 +29,7 @@ def emulator_address() -> str:
     if given := os.environ.get("PUBSUB_EMULATOR_HOST"):
         return given
     port = free_port()
-    argv = _emulator(port) if _chosen() == "emulator" else _server(port)
+    argv = _emulator(port) if chosen() == "emulator" else _server(port)
     folder = Path(tempfile.mkdtemp(prefix="test-pubsub-"))
     reaper().remember("folder", str(folder))
     server = Processes(folder, argv, {"PATH": os.environ["PATH"], "HOME": str(folder), "PYTHONPATH": str(ROOT)})
@@ -39,11 +39,14 @@ def emulator_address() -> str:
     return f"{LOOPBACK}:{port}"
 
 
-def _chosen() -> str:
-    chosen = os.environ.get("TEST_PUBSUB") or ("emulator" if _jars() and shutil.which("java") else "server")
-    if chosen not in ("emulator", "server"):
-        raise ValueError(f"TEST_PUBSUB is {chosen!r}; accepted: emulator, server")
-    return chosen
+def chosen() -> str:
+    """Whose it is: `given`, `emulator`, `server`."""
+    if os.environ.get("PUBSUB_EMULATOR_HOST"):
+        return "given"
+    said = os.environ.get("TEST_PUBSUB") or ("emulator" if _jars() and shutil.which("java") else "server")
+    if said not in ("emulator", "server"):
+        raise ValueError(f"TEST_PUBSUB is {said!r}; accepted: emulator, server")
+    return said
 
 
 def _jars() -> list[Path]:
