@@ -1,9 +1,12 @@
 """Run the tests of a store or a broker against every version of it that can be had here, and say what passed.
 
-    python -m tests.compatibility [--only redis valkey postgres rabbitmq] [--image redis:7.2]
+    python -m tests.compatibility [--only redis valkey postgres rabbitmq] [--installed]
+    python -m tests.compatibility --image redis:7.2 postgres:16
+    python -m tests.compatibility --programs /opt/redis-6.2/bin
 
-Versions are what is installed, and images of Docker; one that is not here is pulled, or said to be missing. The exit
-code is 1 where a test failed. What was run for `docs/compatibility.md` stands there with its date.
+Versions are what is installed, images of Docker, and folders with a server's programs; an image that is not here is
+pulled, or said to be missing. The exit code is 1 where a test failed. What was run for `docs/compatibility.md` stands
+there with its date.
 """
 
 import argparse
@@ -61,6 +64,14 @@ VARIABLES: Final = {
 }
 INSTALLED: Final = ("redis", "postgres", "rabbitmq")
 """What distributions have; Valkey is asked for by its image."""
+PROGRAMS: Final = {
+    "redis-server": "redis",
+    "valkey-server": "valkey",
+    "initdb": "postgres",
+    "rabbitmq-server": "rabbitmq",
+}
+WIDTH: Final = 160
+"""Of the table, where there is no terminal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +80,20 @@ class Version:
 
     what: str
     image: str = ""
-    """Empty: what is installed."""
+    programs: str = ""
+    """A folder. Neither this nor an image: what is installed."""
 
     @property
     def environ(self) -> dict[str, str]:
         """Variables of the tests."""
-        if not self.image:
-            return {"TEST_SERVICES": "local"}
-        return {"TEST_SERVICES": "docker", VARIABLES[self.what]: self.image}
+        if self.image:
+            return {"TEST_SERVICES": "docker", VARIABLES[self.what]: self.image}
+        return {"TEST_SERVICES": "local", "TEST_PROGRAMS": self.programs}
+
+    @property
+    def name(self) -> str:
+        """Where it is from."""
+        return self.image or self.programs or "installed"
 
     @property
     def arguments(self) -> list[str]:
@@ -86,8 +103,13 @@ class Version:
     @property
     def command(self) -> str:
         """The command line that a person would type for this version alone."""
-        only = f"python -m tests.compatibility --only {self.what}"
-        return f"{only} --image {self.image}" if self.image else only
+        if self.image:
+            which = f"--image {self.image}"
+        elif self.programs:
+            which = f"--programs {self.programs}"
+        else:
+            which = f"--only {self.what} --installed"
+        return f"python -m tests.compatibility {which}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,15 +124,18 @@ class Outcome:
     """Why nothing was run."""
 
 
-def versions(only: Sequence[str], images: Sequence[str]) -> list[Version]:
-    """Those that are asked for: with images, these and no others."""
+def versions(
+    only: Sequence[str], images: Sequence[str], programs: Sequence[str] = (), *, installed: bool = False
+) -> list[Version]:
+    """Those that are asked for: with images or folders of programs, these and no others."""
+    if images or programs:
+        return [
+            *(Version(what=what_of(image), image=image) for image in images),
+            *(Version(what=what_is_in(folder), programs=folder) for folder in programs),
+        ]
     chosen = list(only) or list(TESTS)
-    if images:
-        return [Version(what=what_of(image), image=image) for image in images]
-    return [
-        *(Version(what=what) for what in chosen if what in INSTALLED),
-        *(Version(what=what, image=image) for what in chosen for image in IMAGES[what]),
-    ]
+    from_images = [Version(what=what, image=image) for what in chosen for image in IMAGES[what]]
+    return [*(Version(what=what) for what in chosen if what in INSTALLED), *([] if installed else from_images)]
 
 
 def what_of(image: str) -> str:
@@ -123,6 +148,18 @@ def what_of(image: str) -> str:
     if name not in TESTS:
         raise ValueError(f"{image}: is none of {', '.join(TESTS)}")
     return name
+
+
+def what_is_in(folder: str) -> str:
+    """What a folder has the programs of.
+
+    Raises:
+        ValueError: none of those that there are tests for.
+    """
+    for program, what in PROGRAMS.items():
+        if Path(folder, program).exists():
+            return what
+    raise ValueError(f"{folder}: has none of {', '.join(PROGRAMS)}")
 
 
 def outcome_of(report: str, seconds: float) -> Outcome:
@@ -164,7 +201,7 @@ def run(version: Version, console: Console) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", f"--junitxml={report}"]
-        console.print(f"[bold]{version.what}[/] {version.image or 'installed'}")
+        console.print(f"[bold]{version.what}[/] {version.name}")
         began = time.monotonic()
         environ = {**os.environ, **version.environ, "TESTCONTAINERS_RYUK_DISABLED": "true"}
         subprocess.run([*command, *version.arguments], cwd=ROOT, env=environ, check=False, timeout=LONGEST_S)
@@ -178,8 +215,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.compatibility")
     parser.add_argument("--only", nargs="+", choices=list(TESTS), default=[])
     parser.add_argument("--image", nargs="+", default=[], help="these versions and no others")
+    parser.add_argument("--programs", nargs="+", default=[], metavar="FOLDER", help="these and no others")
+    parser.add_argument("--installed", action="store_true", help="no images")
     args = parser.parse_args()
-    console = Console()
+    try:
+        asked = versions(args.only, args.image, args.programs, installed=args.installed)
+    except ValueError as exc:
+        parser.error(str(exc))
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     table = Table(title="compatibility")
     for heading, justify in (("server", "left"), ("version", "left"), ("passed", "right"), ("failed", "right")):
         table.add_column(heading, justify="right" if justify == "right" else "left")
@@ -187,11 +230,11 @@ def main() -> int:
         table.add_column(heading, justify="right")
     table.add_column("command", overflow="fold")
     good = True
-    for version in versions(args.only, args.image):
+    for version in asked:
         try:
             told = asyncio.run(said_by(version))
         except services.Unavailable as exc:
-            console.print(f"{version.image or version.what}: {exc}", markup=False)
+            console.print(f"{version.what} {version.name}: {exc}", markup=False)
             table.add_row(version.what, "not to be had", "", "", "", "", version.command)
             continue
         outcome = run(version, console)

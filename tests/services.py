@@ -1,7 +1,9 @@
 """Where the tests get a real RabbitMQ, Redis, Postgres: by URL, from Docker, or private instances of what is installed.
 
-`TEST_SERVICES` = `url` | `docker` | `local` chooses; unset, it is the first of these that can work. Nothing here knows
-of pytest: `integration/conftest.py` makes fixtures of it. Everything blocks; a test calls it by `asyncio.to_thread`.
+`TEST_SERVICES` = `url` | `docker` | `local` chooses; unset, it is the first of these that can work. Other versions come
+by `REDIS_IMAGE`, `POSTGRES_IMAGE`, `RABBITMQ_IMAGE`, and by `TEST_PROGRAMS`, a folder whose programs are taken before
+those that are installed. Nothing here knows of pytest: `integration/conftest.py` makes fixtures of it. Everything
+blocks; a test calls it by `asyncio.to_thread`.
 """
 
 import atexit
@@ -221,7 +223,7 @@ def choose(environ: Mapping[str, str], say: Say) -> Supply:
         case "docker":
             return Docker(environ, say)
         case "local":
-            return Local(say)
+            return Local(environ, say)
         case "":
             return _first_that_works(environ, say)
         case other:
@@ -232,7 +234,7 @@ def _first_that_works(environ: Mapping[str, str], say: Say) -> Supply:
     if environ.get("RABBITMQ_URL") and environ.get("REDIS_URL"):
         return Given(environ)
     reasons = []
-    ways: tuple[Callable[[], Supply], ...] = (lambda: Docker(environ, say), lambda: Local(say))
+    ways: tuple[Callable[[], Supply], ...] = (lambda: Docker(environ, say), lambda: Local(environ, say))
     for way in ways:
         try:
             return way()
@@ -545,13 +547,14 @@ class Local:
 
     kind = "local"
 
-    def __init__(self, say: Say) -> None:
+    def __init__(self, environ: Mapping[str, str], say: Say) -> None:
         self._say = say
+        self._given = environ.get("TEST_PROGRAMS", "")
         self._need_binaries(say)
         self._open = ExitStack()
 
     def rabbit(self) -> Rabbit:
-        folder, port, programs = _folder("rabbit"), free_port(), _rabbit_programs()
+        folder, port, programs = _folder("rabbit"), free_port(), _rabbit_programs(self._given)
         assert programs is not None
         node, cookie, epmd_port = f"test{port}@localhost", secrets.token_hex(8), free_port()
         (folder / "plugins").write_text("[].\n")
@@ -586,7 +589,7 @@ class Local:
         return server
 
     def redis(self, *args: str) -> Redis:
-        folder, port, program = _folder("redis"), free_port(), _redis_program()
+        folder, port, program = _folder("redis"), free_port(), _redis_program(self._given)
         assert program is not None
         argv = [program, "--port", str(port), "--bind", LOOPBACK, "--dir", str(folder), "--save", "", *args]
         server = Redis(LOOPBACK, port, Processes(folder, argv, _plain_environ(folder)))
@@ -595,7 +598,7 @@ class Local:
         return server
 
     def postgres(self) -> Postgres:
-        programs = _postgres_programs() or self._installed_postgres()
+        programs = _postgres_programs(self._given) or self._installed_postgres()
         folder, port = _folder("postgres"), free_port()
         data, environ = folder / "data", _plain_environ(folder)
         as_user: list[str] = []
@@ -638,10 +641,10 @@ class Local:
             settings.parent.mkdir(parents=True, exist_ok=True)
             settings.write_text("create_main_cluster = false\n")
         with _one_at_a_time():
-            if _postgres_programs() is None:
+            if _postgres_programs(self._given) is None:
                 _apt_get("update")
                 _apt_get("install", "-y", "--no-install-recommends", POSTGRES_PACKAGE)
-        if (programs := _postgres_programs()) is None:
+        if (programs := _postgres_programs(self._given)) is None:
             raise Unavailable(f"local: apt-get installed {POSTGRES_PACKAGE}, but its programs are not found")
         return programs
 
@@ -649,7 +652,7 @@ class Local:
         self._open.close()
 
     def _need_binaries(self, say: Say) -> None:
-        if _rabbit_programs() and _redis_program():
+        if _rabbit_programs(self._given) and _redis_program(self._given):
             return
         if not Path("/etc/debian_version").exists() or os.geteuid() != 0 or not shutil.which("apt-get"):
             raise Unavailable(
@@ -657,10 +660,10 @@ class Local:
             )
         say(f"installing {' and '.join(DEBIAN_PACKAGES)} by apt-get, for tests that need real servers")
         with _one_at_a_time():
-            if not (_rabbit_programs() and _redis_program()):
+            if not (_rabbit_programs(self._given) and _redis_program(self._given)):
                 _apt_get("update")
                 _apt_get("install", "-y", "--no-install-recommends", *DEBIAN_PACKAGES)
-        if not (_rabbit_programs() and _redis_program()):
+        if not (_rabbit_programs(self._given) and _redis_program(self._given)):
             raise Unavailable(
                 f"local: apt-get installed {' and '.join(DEBIAN_PACKAGES)}, but their programs are not found"
             )
@@ -691,8 +694,16 @@ def _apt_get(*args: str) -> None:
         raise Unavailable(f"local: apt-get {' '.join(args)} failed:\n{(done.stdout + done.stderr)[-2000:]}")
 
 
-def _rabbit_programs() -> Path | None:
+def _given_program(folder: str, name: str) -> Path | None:
+    """Of a folder that was named, where it has this one."""
+    program = Path(folder, name).resolve()
+    return program if folder and program.exists() else None
+
+
+def _rabbit_programs(given: str = "") -> Path | None:
     """The folder of the programs themselves. Debian's wrapper in /usr/sbin switches to user rabbitmq; they do not."""
+    if program := _given_program(given, "rabbitmq-server"):
+        return program.parent
     debian = Path("/usr/lib/rabbitmq/bin")
     if (debian / "rabbitmq-server").exists():
         return debian
@@ -700,12 +711,16 @@ def _rabbit_programs() -> Path | None:
     return Path(found).parent if found else None
 
 
-def _redis_program() -> str | None:
+def _redis_program(given: str = "") -> str | None:
+    if program := _given_program(given, "redis-server") or _given_program(given, "valkey-server"):
+        return str(program)
     return shutil.which("redis-server") or shutil.which("valkey-server")
 
 
-def _postgres_programs() -> Path | None:
+def _postgres_programs(given: str = "") -> Path | None:
     """The folder of the newest one's programs; Debian has none of them in the path."""
+    if program := _given_program(given, "initdb"):
+        return program.parent
     found = sorted(
         (path for path in Path("/usr/lib/postgresql").glob("*/bin") if (path / "initdb").exists()),
         key=lambda path: int(path.parent.name) if path.parent.name.isdigit() else 0,

@@ -1,12 +1,14 @@
 """The last release and this version on one queue and one store together: workers are replaced one by one, and back.
 
-What the last release does not have yet is left out by asking it. Each test ends with the conservation check.
+What the last release does not have yet is left out by asking it, and tested from the next one on. Where requests are
+run, the test ends with the conservation check.
 """
 
 import asyncio
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -17,17 +19,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import httpx
 import pytest
 from redis.asyncio import Redis as RedisClient
 
 from inference_worker.producer import Producer, Request
+from tests.every_transport import Queues, rabbit_queues, sql_tables, streams, subscriptions
 from tests.faults import model as models
 from tests.faults import wire
 from tests.faults.model import FakeModel
+from tests.faults.process_kills import QUEUE, Ended
 from tests.faults.processes import ROOT
 from tests.faults.system import Running, System
 from tests.faults.wire import Behaviour
 from tests.faults.wire import Request as Asked
+from tests.gateways import GatewayProcess, gateway
+from tests.integration.conftest import RunningWorker
 from tests.process_rig import RESULTS, ProcessDocuments, queue
 from tests.services import free_port
 from tests.stream_kit import streams_at
@@ -36,7 +43,11 @@ from tests.upgrade.releases import NoHistory, Release, last_release
 from tests.waiting import eventually
 
 HERE: Final = Release(name="this version", folder=ROOT)
-REQUESTS: Final = 60
+REQUESTS: Final = 40
+QUOTA: Final = 3
+JOB: Final[dict[str, Any]] = {"payload": {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}}
+UNBILLED: Final = {"MODEL_BREAKER_FAILURES": "0", "CROESUS_HOST": "http://127.0.0.1:1"}
+"""Nobody takes usage events there, so that all of them can be counted."""
 PYTHON: Final = (sys.executable, "-P", "-m", "inference_worker")
 
 
@@ -167,6 +178,72 @@ async def test_over_a_stream_a_fleet_is_replaced_one_by_one_and_back(
         await system.conserved()
 
 
+async def test_what_one_version_has_answered_the_other_neither_runs_nor_bills_again(
+    old: Release, system: System
+) -> None:
+    """Redelivered both ways: the result is found, and has one bill."""
+    here, there = system.ids(5, "here"), system.ids(5, "old")
+    async with system.inside("here") as worker:
+        await system.submit_when_declared(*here)
+        await system.answered(here)
+        await system.drained(worker)
+    release = starting(system.process, {})("old", old)
+    async with release:
+        await release.ready(release.readyz)
+        await system.submit(*here, *there)
+        await system.answered(there)
+        await system.drained()
+        await system.stopped(release)
+    async with system.inside("here-again") as worker:
+        await system.submit(*there)
+        await system.drained(worker)
+        await system.billed()
+    await system.conserved()
+
+    assert system.calls() == Counter([*here, *there]), "each was run once"
+    assert len(system.billing.events) == len({str(event["id"]) for event in system.billing.events}) == 10
+
+
+async def test_gateways_of_both_versions_know_the_same_jobs(
+    old: Release, running_worker: RunningWorker, model: FakeModel, tmp_path: Path
+) -> None:
+    """A key stands for one job at both; what one accepted the other shows, waits for, lists and cancels."""
+    w = await running_worker()
+    process = GatewayProcess({**w.env, **old.environ}, folder=tmp_path)
+    process.command = (*PYTHON, "gateway")
+    async with (
+        process,
+        gateway(w.env, REPLICA_ID="here") as here,
+        httpx.AsyncClient(trust_env=False, timeout=30) as http,
+    ):
+        there = await process.up()
+
+        async def submitted(url: str, key: str) -> str:
+            answer = await http.post(f"{url}/v1/jobs", json={**JOB, "idempotency_key": key})
+            assert answer.status_code == 202, answer.text
+            return str(answer.json()["job_id"])
+
+        async def seen(url: str, job_id: str) -> str:
+            view = await http.get(f"{url}/v1/jobs/{job_id}", params={"wait": 20})
+            return str(view.json()["status"])
+
+        jobs = {}
+        for key, (first, other) in {"of the old": (there, here), "of the new": (here, there)}.items():
+            jobs[key] = await submitted(first, key)
+            assert await submitted(other, key) == jobs[key]
+            assert await seen(other, jobs[key]) == "succeeded"
+        for url in (there, here):
+            listed = (await http.get(f"{url}/v1/jobs")).json()["jobs"]
+            assert {job["job_id"] for job in listed} == set(jobs.values())
+        model.default = models.ok(takes_s=60)
+        for first, other in ((there, here), (here, there)):
+            job_id = await submitted(first, f"cancelled at {other}")
+            await model.busy()
+            assert (await http.delete(f"{other}/v1/jobs/{job_id}")).status_code == 200
+            assert await seen(first, job_id) == "cancelled"
+            await eventually(lambda: model.in_flight == 0, within=10, what="the end of the call")
+
+
 def _into(system: StreamSystem) -> Callable[[Sequence[str]], Awaitable[None]]:
     async def submit(some: Sequence[str]) -> None:
         await system.submit(*some)
@@ -184,19 +261,23 @@ class Fleet:
     redis_url: str
     redis: RedisClient
     model: FakeModel
+    limited: FakeModel
+    """That of the queue with the quota."""
     folder: Path
 
     def start(self, name: str, release: Release) -> Running:
         port = free_port()
-        tenants = {"gate_type": "redis-quota", "gate_params": {"address": self.redis_url, "limit": "3"}}
+        quota = {"address": self.redis_url, "mode": "concurrency", "limit": str(QUOTA), "lease": "1s"}
+        gate = {"gate_type": "redis-quota", "gate_params": quota, "labels": {"userid": "alice"}}
         documents = ProcessDocuments(
             url=self.redis_url,
-            queues=[queue("quick", self.model.url, **tenants), queue("slow", self.model.url)],
+            queues=[queue("quick", self.limited.url, **gate), queue("slow", self.model.url)],
             flags={"health-port": str(port), "concurrency": "4", "drain-timeout": "3s"},
             transport={"claim_lease_ttl_seconds": 2},
         )
         command = (*PYTHON, "process", *documents.arguments(_no_file))
-        made = Running(release.environ, output=self.folder / f"{name}.log", command=command)
+        environ = {"CLAIM_LEASE_S": "1", **release.environ}
+        made = Running(environ, output=self.folder / f"{name}.log", command=command)
         made.port, made.replica = port, name
         return made
 
@@ -218,9 +299,13 @@ def _no_file(name: str, text: str) -> str:
 
 @asynccontextmanager
 async def fleet(redis_url: str, folder: Path) -> AsyncGenerator[Fleet]:
-    async with FakeModel() as model, RedisClient.from_url(redis_url, socket_timeout=None) as redis:
-        model.decide = seldom_busy()
-        yield Fleet(redis_url=redis_url, redis=redis, model=model, folder=folder)
+    async with (
+        FakeModel() as model,
+        FakeModel() as limited,
+        RedisClient.from_url(redis_url, socket_timeout=None) as redis,
+    ):
+        model.decide, limited.decide = seldom_busy(), seldom_busy()
+        yield Fleet(redis_url=redis_url, redis=redis, model=model, limited=limited, folder=folder)
 
 
 SUBMIT = """
@@ -237,7 +322,7 @@ asyncio.run(main())
 
 
 async def submitted_by(release: Release, redis_url: str, name: str, ids: Sequence[str]) -> None:
-    """Submit with a version's own producer."""
+    """Submit with the last release's own producer."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-c", SUBMIT, redis_url, name, RESULTS),
         env={"PATH": os.environ["PATH"], **release.environ},
@@ -261,7 +346,10 @@ async def test_over_sorted_sets_a_fleet_is_replaced_one_by_one_and_back(
         async def submit(some: Sequence[str]) -> None:
             half = len(some) // 2
             await submitted_by(old, redis_url, "quick", some[:half])
-            await submitted_by(HERE, redis_url, "slow", some[half:])
+            async with Producer(redis_url, request_queue="slow", result_queue=RESULTS) as producer:
+                for one in some[half:]:
+                    payload = {"model": "m", "prompt": one}
+                    await producer.submit(Request(id=one, payload=payload, deadline=time.time() + 120))
 
         await replaced_one_by_one(system.start, old, submit, ids, system.answered)
 
@@ -275,6 +363,84 @@ async def test_over_sorted_sets_a_fleet_is_replaced_one_by_one_and_back(
         assert not any(left.values()), left
         statuses = Counter(json.loads(one)["status_code"] for one in await system.redis.lrange(RESULTS, 0, -1))
         assert statuses == {200: REQUESTS}
+        assert system.limited.peak <= QUOTA, "both count what the other runs"
+
+
+async def shared(old: Release, queues: Queues, folder: Path) -> None:
+    """A process of each version on one queue; the old one is killed amid its work, comes back, and is replaced."""
+    async with FakeModel() as model, AsyncExitStack() as stack:
+        model.decide = seldom_busy()
+
+        async def started(name: str, release: Release) -> Running:
+            port = free_port()
+            told = queues.told(model.url, quick=True, concurrency="4", health_port=str(port), drain_timeout="3s")
+            environ = {**told.environ, **UNBILLED, **release.environ}
+            command = (*PYTHON, "process", *told.arguments())
+            made = Running(environ, output=folder / f"{name}.log", command=command)
+            made.port, made.replica = port, name
+            await stack.enter_async_context(made)
+            await made.ready(made.readyz)
+            return made
+
+        async def ends(number: int) -> None:
+            async def reached() -> bool:
+                return await queues.ended() >= number
+
+            await eventually(reached, within=40, what=f"{number} ends", every=0.05)
+
+        ids = [f"r{number}" for number in range(24)]
+        first, here = await asyncio.gather(started("old", old), started("here", HERE))
+        await queues.put(QUEUE, ids[:12])
+        await ends(4)
+        first.kill()
+        await queues.put(QUEUE, ids[12:18])
+        back = await started("old-again", old)
+        await queues.put(QUEUE, ids[18:])
+        here.terminate()
+        assert await here.wait(within=15) == 0, here.log[-2000:]
+        last = await started("here-again", HERE)
+        await ends(len(ids))
+        for running in (back, last):
+            running.terminate()
+        for running in (back, last):
+            assert await running.wait(within=15) == 0, running.log[-2000:]
+        ended = Ended(
+            submitted=frozenset(ids),
+            found=await queues.found(),
+            repeats=queues.repeats,
+            kills=1,
+            failed_once=0,
+            calls=len(model.requests),
+            seconds=0.0,
+        )
+    assert not ended.breaches()
+    assert ended.completed == ended.submitted
+
+
+async def test_processes_of_both_versions_share_a_stream(old: Release, redis_url: str, tmp_path: Path) -> None:
+    _has(old, "redis-streams")
+    async with streams(redis_url, [QUEUE]) as queues:
+        await shared(old, queues, tmp_path)
+
+
+async def test_processes_of_both_versions_share_a_queue_of_rabbitmq(
+    old: Release, rabbitmq_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    _has(old, "rabbitmq")
+    async with rabbit_queues(rabbitmq_url, redis_url, [QUEUE]) as queues:
+        await shared(old, queues, tmp_path)
+
+
+async def test_processes_of_both_versions_share_a_queue_in_postgres(old: Release, sql_url: str, tmp_path: Path) -> None:
+    _has(old, "sql")
+    async with sql_tables(sql_url, [QUEUE]) as queues:
+        await shared(old, queues, tmp_path)
+
+
+async def test_processes_of_both_versions_share_a_subscription(old: Release, redis_url: str, tmp_path: Path) -> None:
+    _has(old, "gcp-pubsub")
+    async with subscriptions(redis_url, [QUEUE]) as queues:
+        await shared(old, queues, tmp_path)
 
 
 async def test_what_one_version_leases_the_other_renews_and_acknowledges(old: Release, redis_url: str) -> None:
@@ -359,14 +525,16 @@ asyncio.run(main())
 
 def _has(release: Release, transport: str) -> None:
     """Leave a test out where the release does not know of the transport."""
-    said: Any = subprocess.run(
+    said = subprocess.run(
         [*PYTHON, "process", "--help"],
         env={"PATH": os.environ["PATH"], **release.environ},
         cwd=ROOT,
         capture_output=True,
         text=True,
-        check=False,
+        check=True,
         timeout=60,
     )
-    if transport not in said.stdout:
+    listed = re.search(r"the kind of queues: ((?:[a-z-]+,\s+)*[a-z-]+)", said.stdout)
+    assert listed is not None, said.stdout
+    if transport not in re.split(r",\s+", listed[1]):
         pytest.skip(f"{release.name} has no {transport}")

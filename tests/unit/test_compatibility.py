@@ -1,8 +1,10 @@
 """Which versions are run, and what is read from their reports."""
 
+from pathlib import Path
+
 import pytest
 
-from tests.compatibility import FOLDER, TESTS, Outcome, Version, outcome_of, versions, what_of
+from tests.compatibility import FOLDER, TESTS, Outcome, Version, outcome_of, versions, what_is_in, what_of
 from tests.faults.processes import ROOT
 
 REPORT = '<testsuites><testsuite name="pytest" errors="1" failures="2" skipped="3" tests="20"/></testsuites>'
@@ -27,7 +29,28 @@ def test_images_that_are_named_are_run_and_no_others() -> None:
         "valkey",
         {"TEST_SERVICES": "docker", "REDIS_IMAGE": "registry.example:5000/valkey:7.2"},
     )
-    assert one.command == "python -m tests.compatibility --only valkey --image registry.example:5000/valkey:7.2"
+    assert one.command == "python -m tests.compatibility --image registry.example:5000/valkey:7.2"
+
+
+def test_what_is_installed_is_run_without_docker_where_that_is_asked_for() -> None:
+    (one,) = versions(["redis", "valkey"], [], installed=True)
+
+    assert (one.what, one.name) == ("redis", "installed")
+    assert one.command == "python -m tests.compatibility --only redis --installed"
+
+
+def test_programs_of_another_version_are_known_by_their_names(tmp_path: Path) -> None:
+    (tmp_path / "initdb").touch()
+
+    (one,) = versions([], [], [str(tmp_path)])
+
+    assert (one.what, one.environ) == ("postgres", {"TEST_SERVICES": "local", "TEST_PROGRAMS": str(tmp_path)})
+    assert one.command == f"python -m tests.compatibility --programs {tmp_path}"
+
+
+def test_a_folder_without_a_server_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has none of redis-server, valkey-server, initdb, rabbitmq-server"):
+        what_is_in(str(tmp_path))
 
 
 def test_an_image_that_there_are_no_tests_for_is_an_error() -> None:
