@@ -34,6 +34,9 @@ SCORE_STEPS: Final = 2**21
 """Of a second of the score, 62.5 ms of submission time each; a float64 holds them beside a whole Unix time."""
 LATEST_DEADLINE: Final = 2**63 - 1
 LONGEST_TTL_S: Final = 366 * 86_400
+MOST_ATTEMPTS: Final = 2**31 - 1
+"""A larger count is taken for this one: stores keep four bytes of it."""
+
 """Of a list of results, as documents may have it: Redis refuses what is beyond its own clock."""
 
 
@@ -402,7 +405,7 @@ def _routing(internal: bytes, request: bytes) -> Routing:
     seen = _read(internal, _internals, "internal", request)
     parts = _read(internal, _fields, "internal", request)
     return Routing(
-        retry_count=max(seen.retry_count or 0, 0),
+        retry_count=min(max(seen.retry_count or 0, 0), MOST_ATTEMPTS),
         queue_id=seen.queue_id or "",
         request_token=seen.request_token or "",
         request_queue_name=seen.request_queue_name or "",

@@ -19,10 +19,13 @@ from inference_worker.results.sql import row_id
 from inference_worker.sql_link import SqlLink
 from inference_worker.stream_dead_letters import NotReplayed
 from inference_worker.transports.sorted_set_members import own_score
-from inference_worker.transports.sql_members import whole
+from inference_worker.transports.sql_members import headers_in, whole
 
 AT_ONCE: Final = 64
-"""Letters of one look."""
+"""Letters of one look, at most."""
+
+AT_ONCE_BYTES: Final = 16 * 1024 * 1024
+"""And their bytes: a larger letter comes alone. One answer with all of them could be longer than one waits for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +93,12 @@ class SqlDeadLetters:
         """The next letter; None where there is none. Those that came after the beginning are left out."""
         if not self._read:
             rows = await self._link.fetch(
-                "select *, extract(epoch from died_at)::double precision as died from iw_dead"
-                " where queue = $1 and seq > $2 and seq <= $3 order by queue, seq limit $4",
-                *(self._queue, self._after, self._newest, AT_ONCE),
+                "with next as (select seq, octet_length(body) + coalesce(octet_length(payload), 0) as size from iw_dead"
+                " where queue = $1 and seq > $2 and seq <= $3 order by queue, seq limit $4),"
+                " sums as (select seq, size, sum(size) over (order by seq) as until_here from next)"
+                " select d.*, extract(epoch from d.died_at)::double precision as died from sums s"
+                " join iw_dead d on d.seq = s.seq where s.until_here <= $5 or s.until_here = s.size order by d.seq",
+                *(self._queue, self._after, self._newest, AT_ONCE, AT_ONCE_BYTES),
             )
             self._read.extend(_letter(row) for row in rows)
         if not self._read:
@@ -154,14 +160,14 @@ class SqlDeadLetters:
 def _letter(row: Any) -> SqlLetter:
     try:
         note = msgspec.json.decode(row["note"], type=dict[str, object])
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         note = {}
     return SqlLetter(
         seq=row["seq"],
         queue=row["queue"],
         body=whole(row["body"], row["payload"]),
         message_id=row["message_id"] or row["request_id"] or None,
-        came_with={} if row["headers"] is None else msgspec.json.decode(row["headers"], type=dict[str, object]),
+        came_with=headers_in(row["headers"]),
         attempts=row["attempts"],
         note=note,
         died_at=row["died"],

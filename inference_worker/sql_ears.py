@@ -14,7 +14,7 @@ import asyncpg
 import structlog
 
 from inference_worker.errors import StoreUnavailable
-from inference_worker.sql_link import ANSWER_S, SqlLink, closed, reason_of
+from inference_worker.sql_link import ANSWER_S, FAILURES, SqlLink, closed, reason_of
 from inference_worker.timing import ended, first_of
 
 log = structlog.get_logger(__name__)
@@ -105,7 +105,7 @@ class SqlEars:
                 await self._listen()
             except StoreUnavailable as exc:
                 why = str(exc)
-            except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError) as exc:
+            except (asyncpg.PostgresError, *FAILURES) as exc:
                 why = reason_of(exc)
             except Exception as exc:  # A fault of ours must not leave everybody deaf.
                 log.exception("listening to Postgres failed")

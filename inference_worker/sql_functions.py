@@ -654,27 +654,33 @@ create function iw1_tidy(p_most int) returns int language plpgsql as $$
 declare
   moment timestamptz := clock_timestamp();
   gone int;
-  total int := 0;
+  most int := 0;  -- Of one table: where that is all that was asked for, there may be more.
 begin
   delete from iw_state where id in (select s.id from iw_state s where s.expires <= moment order by s.expires
     limit p_most for update skip locked);
-  get diagnostics gone = row_count; total := total + gone;
+  get diagnostics gone = row_count; most := greatest(most, gone);
   delete from iw_results where seq in (select r.seq from iw_results r where r.expires <= moment order by r.expires
     limit p_most for update skip locked);
-  get diagnostics gone = row_count; total := total + gone;
+  get diagnostics gone = row_count; most := greatest(most, gone);
   delete from iw_acknowledged where seq in (select a.seq from iw_acknowledged a where a.expires <= moment
     order by a.expires limit p_most for update skip locked);
+  get diagnostics gone = row_count; most := greatest(most, gone);
   delete from iw_notes where id in (select n.id from iw_notes n where n.expires <= moment order by n.expires
     limit p_most for update skip locked);
+  get diagnostics gone = row_count; most := greatest(most, gone);
   delete from iw_keys where key in (select k.key from iw_keys k where k.expires <= moment order by k.expires
     limit p_most for update skip locked);
+  get diagnostics gone = row_count; most := greatest(most, gone);
   delete from iw_waiting w where (w.what, w.who) in (select o.what, o.who from iw_waiting o where o.until <= moment
     order by o.until limit p_most for update skip locked);
+  get diagnostics gone = row_count; most := greatest(most, gone);
   delete from iw_fleet f where f.heard_at <= moment - interval '1 day';
   delete from iw_quota_holders where holder in (select h.holder from iw_quota_holders h where h.lease_until <= moment
     order by h.lease_until limit p_most for update skip locked);
+  get diagnostics gone = row_count; most := greatest(most, gone);
   delete from iw_quota_admissions where slot in (select a.slot from iw_quota_admissions a where a.expires <= moment
     order by a.expires limit p_most for update skip locked);
-  return total;
+  get diagnostics gone = row_count; most := greatest(most, gone);
+  return most;
 end $$;
 """

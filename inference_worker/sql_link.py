@@ -32,6 +32,10 @@ IDLE: Final = 2
 LINGER_S: Final = 60.0
 """How long others outlast the last who needed so many."""
 
+FAILURES: Final = (asyncpg.InterfaceError, asyncpg.InternalClientError, OSError, TimeoutError, ValueError)
+"""What the driver raises besides what the server says. The second is said, too, of a connection over which the server
+has taken its leave and whose end was not read yet."""
+
 Prepare = Callable[[asyncpg.Connection], Awaitable[None]]
 """Done once, on the first connection: the tables are made."""
 
@@ -111,7 +115,7 @@ class SqlLink:
         try:
             async with asyncio.timeout(self._answer_s):
                 return await self._ready_connection()
-        except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError, ValueError) as exc:
+        except (asyncpg.PostgresError, *FAILURES) as exc:
             raise StoreUnavailable(reason_of(exc)) from exc
 
     @asynccontextmanager
@@ -128,7 +132,7 @@ class SqlLink:
             except asyncpg.PostgresError as exc:
                 good = not connection_is_over(exc)
                 raise (StatementRefused if good else StoreUnavailable)(reason_of(exc), exc.sqlstate or "") from exc
-            except (asyncpg.InterfaceError, OSError, TimeoutError, ValueError) as exc:
+            except FAILURES as exc:
                 raise StoreUnavailable(reason_of(exc)) from exc
             finally:
                 if connection is not None:
@@ -183,7 +187,7 @@ class SqlLink:
 async def connect(url: str, *, client_name: str, tls: SqlTls, within_s: float) -> asyncpg.Connection:
     """A connection whose statements are given up by the server before we do.
 
-    Raises: asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError, ValueError
+    Raises: asyncpg.PostgresError, and FAILURES.
     """
     connection: asyncpg.Connection = await asyncpg.connect(
         with_files(url, tls),
@@ -224,6 +228,8 @@ def reason_of(exc: BaseException) -> str:
         return "Postgres refused the credentials"
     if isinstance(exc, asyncpg.ClientConfigurationError | ValueError):
         return "the address of Postgres cannot be used"
+    if isinstance(exc, asyncpg.InternalClientError):
+        return "the connection to Postgres has ended"
     return f"{type(exc).__name__}: {str(exc)[:200]}"
 
 
@@ -236,5 +242,5 @@ async def _close(connection: asyncpg.Connection) -> None:
     try:
         async with asyncio.timeout(CLOSE_S):
             await connection.close(timeout=CLOSE_S)
-    except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError):
+    except (asyncpg.PostgresError, *FAILURES):
         connection.terminate()

@@ -19,6 +19,7 @@ from inference_worker.config.values import AmqpUrl, BaseUrl, RedisUrl, SqlUrl, T
 from inference_worker.errors import ConfigurationError
 from inference_worker.gates.parameters import Parameters, shown
 from inference_worker.lanes import LANES, TIER_LABEL
+from inference_worker.messages import usable_id
 from inference_worker.stamping import (
     FAIRNESS_ATTRIBUTE,
     FAIRNESS_HEADER,
@@ -405,7 +406,7 @@ def _of_a_kind(
         queues=queues,
     )
     if kind == "sql":
-        return _of_sql(config, given)
+        return _of_sql(config, given, problems)
     if kind == "redis-pubsub":
         return replace(config, retry_queue_name=given.text("retry_queue_name", "retry-sortedset"))
     if kind != "redis-sortedset":
@@ -423,7 +424,19 @@ def _of_a_kind(
     )
 
 
-def _of_sql(config: TransportConfig, given: Parameters) -> TransportConfig:
+def _of_sql(config: TransportConfig, given: Parameters, problems: list[str]) -> TransportConfig:
+    names = {"result_queue_name": config.result_queue_name}
+    for place, queue in enumerate(config.queues):
+        names |= {
+            f"queues[{place}].queue_name": queue.queue_name,
+            f"queues[{place}].result_queue_name": queue.result_queue_name,
+        }
+    # Others would be refused by the table or by its index, each time that something is put there.
+    problems.extend(
+        f"transport.{where}: is {shown(name)}; accepted: up to 512 bytes of UTF-8 without control characters"
+        for where, name in names.items()
+        if name and not usable_id(name)
+    )
     # Taken for the documents there are: rows are not dealt out in partitions, nor looked at in batches of a set size.
     for name, default in (
         ("handoff_timeout_seconds", 900),

@@ -6,6 +6,7 @@ and the gate goes on under another name. Requests of one tenant that ask at the 
 """
 
 import asyncio
+import hashlib
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class SqlQuota:
 
     async def admit(self, asked: Asked) -> Verdict:
         """See `ports.Gate`."""
-        value = value_of(asked, self._allowance.attribute)
+        value = _counted_on(asked, self._allowance.attribute)
         if value is None:
             return Admitted()
         cost = self._allowance.cost(asked)
@@ -103,7 +104,7 @@ class SqlQuota:
 
     def signal(self, changed: asyncio.Event, asked: Asked) -> bool:
         """See `permits.Signals`: told of slots that this process gives back."""
-        value = value_of(asked, self._allowance.attribute)
+        value = _counted_on(asked, self._allowance.attribute)
         if value is None or not self._at_once:
             return False
         if len(self._lines) >= MOST_LINES:
@@ -272,6 +273,14 @@ class SqlQuota:
     async def _fetch(self, statement: str, *arguments: object) -> Sequence[Record]:
         assert self._place is not None
         return await self._place.link.fetch(statement, *arguments)
+
+
+def _counted_on(asked: Asked, attribute: str) -> str | None:
+    """Whose quota it is; a value that no text of Postgres can be, which a caller may send, by its hash."""
+    value = value_of(asked, attribute)
+    if value is None or "\0" not in value:
+        return value
+    return f"sha256-{hashlib.sha256(value.encode(errors='replace')).hexdigest()}"
 
 
 def _fail(asks: Sequence[_Ask], why: StoreUnavailable) -> None:

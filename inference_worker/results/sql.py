@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final, Literal
 
 from inference_worker.disposition import Token
@@ -99,7 +100,9 @@ class SqlStore:
         """See `ports.ResultStore`."""
 
         def hear(said: str) -> None:
-            told(bytes.fromhex(said).decode(errors="replace"))
+            # Anybody may say anything on a channel; what is no id is none of ours.
+            with suppress(ValueError):
+                told(bytes.fromhex(said).decode(errors="surrogatepass"))
 
         with self._ears.hearing(CANCELLED, hear):
             await until.wait()

@@ -380,16 +380,20 @@ class PubsubTransport:
         loop, lease_s = asyncio.get_running_loop(), self._transports.lease_s
         pause_s = min(lease_s, self._seen.ack_deadline_s) / 3
         while not await stopped_within(self.lost, pause_s):
-            at = loop.time()
+            at, why = loop.time(), ""
             try:
                 await self._extend(self.held())
                 self._renewed_at = at
             except StoreUnavailable as exc:
-                self._transports.warnings.say("leases could not be renewed", str(exc))
-                if loop.time() - self._renewed_at > lease_s:
-                    self.lose(f"leases could not be renewed: {exc}")
+                why = str(exc)
+                self._transports.warnings.say("leases could not be renewed", why)
+            except Exception as exc:  # A fault of ours costs a turn, not the leases of all that runs.
+                why = type(exc).__name__
+                log.exception("leases could not be renewed")
             else:
                 self._transports.warnings.well("leases could not be renewed")
+            if why and loop.time() - self._renewed_at > lease_s:
+                self.lose(f"leases could not be renewed: {why}")
 
     async def _watch(self) -> None:
         """See a connection that is gone and does not come back, also where nothing is pulled as our hands are full."""

@@ -6,6 +6,7 @@ win, as whoever publishes has set them last. Not here: how a message is pulled a
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Final
 
 from inference_worker.disposition import DeadLetter
@@ -22,6 +23,9 @@ MESSAGE_ID: Final = "message_id"
 
 MOST_ATTRIBUTE: Final = 1024
 """Bytes of an attribute's value."""
+
+MOST_ATTRIBUTES: Final = 100
+"""Of one message."""
 
 MOST_RESULT: Final = 9_500_000
 """Bytes of a result: a message of the service is of up to 10 MB."""
@@ -96,9 +100,8 @@ class PubsubClaim:
         return result_json(self.message_id, NoAnswer(code="INVALID_REQUEST", text=detail))
 
     def dead_attributes(self, queue: PubsubQueue, letter: DeadLetter) -> dict[str, str]:
-        """The attributes that came, and why it is dead."""
-        return {
-            **self.pulled.attributes,
+        """The attributes that came, as many as there is room for, and why it is dead."""
+        ours = {
             MESSAGE_ID: self.message_id,
             SOURCE: queue.name,
             "dead_reason": letter.reason,
@@ -106,6 +109,9 @@ class PubsubClaim:
             "dead_attempts": str(letter.attempts),
             "dead_status": str(letter.status_code),
         }
+        # One more than the service takes, and it would be refused, and come again, as often as it may be delivered.
+        theirs = {name: value for name, value in self.pulled.attributes.items() if name not in ours}
+        return dict(islice(theirs.items(), MOST_ATTRIBUTES - len(ours))) | ours
 
 
 def read_pulled(pulled: Pulled, queue: PubsubQueue, now: float) -> PubsubClaim:

@@ -35,7 +35,7 @@ from inference_worker.disposition import (
     StoreSilent,
 )
 from inference_worker.errors import MalformedRequest, StoreUnavailable, TransportLost
-from inference_worker.llmd_messages import to_request
+from inference_worker.llmd_messages import MOST_ATTEMPTS, to_request
 from inference_worker.messages import ErrorCode, Reply, encode_reply
 from inference_worker.metrics import WorkerMetrics
 from inference_worker.ports import Backlog, Delivery
@@ -559,7 +559,7 @@ class SqlTransport:
                     *self._right_to(delivery),
                     row_id(hold.request_id),
                     hold.token,
-                    disposition.attempts,
+                    min(disposition.attempts, MOST_ATTEMPTS),
                     self._store.lease_s,
                     float(disposition.delay_s),
                     claim.copy(disposition.attempts),
@@ -661,7 +661,7 @@ async def place_message(
         await link.fetch(
             "select iw1_put($1, $2, $3, $4, $5, $6, $7, $8)",
             *(queue, row.request_id, row.token, row.deadline),
-            None if message_id is None else message_id.replace("\0", ""),
+            None if message_id is None else message_id.encode(errors="replace").decode().replace("\0", ""),
             headers_as_stored(headers),
             *(row.body, row.payload),
         )

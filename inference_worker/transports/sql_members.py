@@ -24,13 +24,15 @@ from inference_worker.llmd_messages import (
     write_envelope,
 )
 from inference_worker.llmd_results import NoAnswer, result_for, result_json
-from inference_worker.messages import Reply
+from inference_worker.messages import Reply, usable_id
 from inference_worker.ports import Route
 from inference_worker.producer_requests import payload_key
 from inference_worker.transports.sorted_set_members import own_score
 
 REQUEST_QUEUE: Final = "request-sql"
 RESULT_ROUTE: Final = "result-sql"
+USABLE: Final = "1 to 512 bytes of UTF-8 without control characters"
+LONGEST_TOKEN_BYTES: Final = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,13 +139,21 @@ def claims_of(rows: Sequence[Any]) -> list[SqlClaim]:
             deliveries=row["deliveries"],
             lapses=row["lapses"],
             message_id=row["message_id"] or None,
-            headers={} if row["headers"] is None else msgspec.json.decode(row["headers"], type=dict[str, object]),
+            headers=headers_in(row["headers"]),
             request_id=row["request_id"],
             token=row["token"] if row["request_id"] else "",
         )
         for row in rows
     ]
     return sorted(claims, key=lambda claim: (claim.deadline, claim.seq))
+
+
+def headers_in(stored: bytes | None) -> dict[str, object]:
+    """What lies beside a message of ours; nothing where that cannot be read, as who wrote it was not we."""
+    try:
+        return {} if stored is None else msgspec.json.decode(stored, type=dict[str, object])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return {}
 
 
 def read_claim(claim: SqlClaim, queue: SqlQueue) -> tuple[SqlClaim, str]:
@@ -165,6 +175,10 @@ def read_claim(claim: SqlClaim, queue: SqlQueue) -> tuple[SqlClaim, str]:
         result_ttl_seconds=queue.result_ttl_s,
         labels=queue.labels,
     )
+    if why := _not_storable(envelope):
+        route = queue.results or queue.default_results
+        unnamed = replace(claim, request_id=envelope.request.id, token="")
+        return replace(unnamed, route=route, route_ttl_s=queue.result_ttl_s), why
     return (
         replace(
             claim,
@@ -178,6 +192,22 @@ def read_claim(claim: SqlClaim, queue: SqlQueue) -> tuple[SqlClaim, str]:
     )
 
 
+def _not_storable(envelope: Envelope) -> str:
+    """Why what a producer has named cannot be put into a table, and into its index; empty where it can.
+
+    Refused by the table it would come again for ever, and look as if Postgres did not answer.
+    """
+    if not usable_id(envelope.routing.result_queue_name):
+        return f"result_queue_name must be {USABLE}"
+    if envelope.routing.request_token and not _storable(envelope.routing.request_token):
+        return f"request_token must be {USABLE}"
+    return ""
+
+
+def _storable(token: str) -> bool:
+    return "\0" not in token and len(token.encode(errors="surrogatepass")) <= LONGEST_TOKEN_BYTES
+
+
 def placed(body: bytes, now: float) -> Placed:
     """A message as it is put into the table; what cannot be read is looked at soon, and found to be no request."""
     try:
@@ -188,7 +218,9 @@ def placed(body: bytes, now: float) -> Placed:
         return Placed(
             request_id="", token=secrets.token_hex(16), deadline=own_score(body, now), body=body, payload=None
         )
-    token = member.routing.request_token or secrets.token_hex(16)
+    token = member.routing.request_token
+    if not token or not _storable(token):  # The latter is found to be no request when it is taken.
+        token = secrets.token_hex(16)
     apart, payload = without_payload(member, payload_key(member.request.id, token))
     return Placed(
         request_id=member.request.id,

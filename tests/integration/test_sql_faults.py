@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from inference_worker.disposition import Ack, DeliveryLost, Disposition, Hold, Known, Nack, Republish, Settled, Token
+from inference_worker.errors import StoreUnavailable
 from inference_worker.ports import AlreadyAnswered, Claimed, Delivery, Transport
 from inference_worker.sql_ears import SqlEars
 from inference_worker.sql_link import SqlLink, SqlTls
@@ -202,3 +203,19 @@ async def test_a_server_that_says_nothing_any_more_is_found_out_by_asking(
                 return heard.is_set()
 
             await eventually(stands, within=10, what="it is heard again")
+
+
+async def test_a_connection_over_which_the_server_has_taken_its_leave_is_an_answer_that_did_not_come(
+    sql_url: str, postgres: Postgres, proxy: MakeProxy
+) -> None:
+    """Its end is not read yet: the driver takes that for a fault of its own. The next statement has another one."""
+    way = await proxy(postgres)
+    link = SqlLink(lambda: way.url(sql_url), client_name="test", tls=SqlTls(), prepare=ensure_schema)
+    async with link.open():
+        await link.fetch("select 1")
+        kept = link._idle[0].connection
+        kept._protocol.data_received(b"E\0\0\0\x20SFATAL\0C57P01\0Mshutdown\0\0\0\0\0")
+
+        with pytest.raises(StoreUnavailable, match="the connection to Postgres has ended"):
+            await link.fetch("select 1")
+        assert (await link.row("select 2"))[0] == 2

@@ -276,6 +276,14 @@ async def test_a_tenants_limit_may_be_changed_while_everything_runs(place: SqlPl
         assert len(await admitted(gate, 5)) == 2
 
 
+async def test_a_tenant_whose_name_no_text_can_hold_is_counted_under_its_hash(place: SqlPlace) -> None:
+    async with quota(place, 1) as gate:
+        first = await admitted(gate, 2, "a\0b")
+        other = await admitted(gate, 2, "a\0c")
+
+    assert (len(first), len(other)) == (1, 1)
+
+
 async def test_who_waits_is_told_of_a_slot_of_this_process(place: SqlPlace) -> None:
     async with quota(place, 1) as gate:
         (held,) = await admitted(gate, 1)

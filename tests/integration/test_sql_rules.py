@@ -18,7 +18,7 @@ from inference_worker.errors import StatementRefused, StoreUnavailable, Transpor
 from inference_worker.gates.basic import LocalMaxConcurrency
 from inference_worker.merge import RandomRobin
 from inference_worker.messages import Reply
-from inference_worker.ports import Delivery
+from inference_worker.ports import Claimed, Delivery
 from inference_worker.sql_dead_letters import SqlDeadLetters
 from inference_worker.sql_ears import SqlEars
 from inference_worker.sql_link import SqlLink, SqlTls, reason_of, with_files
@@ -423,6 +423,43 @@ async def test_what_is_no_request_is_dead_lettered_and_answered_where_it_has_an_
 
     assert sum((await kit.inside()).dead.values()) == 2
     assert [result["error_code"] for result in await kit.results()] == ["INVALID_REQUEST"]
+
+
+async def test_what_no_table_takes_ends_as_no_request_and_holds_up_nobody(kit: SqlQueueKit) -> None:
+    """Written there by somebody else: a result whose route no table takes could never be stored."""
+    await kit.submit("route", result_queue_name="a\0b")
+    await kit.submit("token", "t" * 40_000)
+    await kit.submit("headers")
+    await kit.link.fetch("update iw_requests set headers = $1 where request_id = 'headers'", b"\xff{")
+    await kit.submit("attempts", retry_count=2**40)
+    async with kit.session() as transport, transport.consuming(4):
+        for delivery in [await take(transport) for _ in range(2)]:
+            claimed = await kit.store.claim(generation(delivery), delivery.attempts, Token("c"), time.time() + 60)
+            assert isinstance(claimed, Claimed)
+            assert await transport.settle(delivery, answer(delivery, "c")) == Settled(how="ack")
+        await nothing_comes(transport)
+
+    said = {result["id"]: result.get("error_code") for result in await kit.results()}
+    assert said == {"route": "INVALID_REQUEST", "token": "INVALID_REQUEST", "headers": None, "attempts": None}
+
+
+async def test_letters_are_looked_at_a_few_at_a_time_where_they_are_large(
+    kit: SqlQueueKit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inference_worker.sql_dead_letters.AT_ONCE_BYTES", 100)
+    await kit.link.fetch(
+        "insert into iw_dead (queue, request_id, token, body, attempts, note)"
+        " select $1, g::text, '', convert_to(repeat('x', size), 'UTF8'), 1, '{}'"
+        " from unnest(array[40, 40, 40, 500, 1]) with ordinality s(size, g)",
+        QUEUE.name,
+    )
+    letters = SqlDeadLetters(kit.link, queue=QUEUE.name, now=time.time)
+    await letters.begin()
+    seen = []
+    while (letter := await letters.next()) is not None:
+        seen.append((letter.message_id, len(letters._read)))
+
+    assert seen == [("1", 1), ("2", 0), ("3", 0), ("4", 0), ("5", 0)]
 
 
 async def test_a_dead_letter_is_shown_and_put_back_as_new(kit: SqlQueueKit) -> None:

@@ -11,6 +11,7 @@ from inference_worker.results.sql import SqlOutbox, SqlStore
 from inference_worker.sql_place import SqlPlace
 from tests.sql_kit import place_at
 from tests.store_contract import StoreContract, failure, reply
+from tests.waiting import eventually
 
 A = Token("token-a")
 LEASE_S = 0.25
@@ -63,6 +64,40 @@ async def test_what_is_over_is_swept_and_the_rest_stays(harness: SqlStoreHarness
     assert (swept, [row[0] for row in left]) == (1, ["claimed", "kept"])
     assert await harness.store.dead_note("kept") == b"{}"
     assert await harness.outbox.size() == 1, "events stay until they are sent"
+
+
+async def test_of_each_table_all_that_is_over_is_swept_in_the_end(harness: SqlStoreHarness) -> None:
+    """One that grows by more than a sweep takes in a minute would grow for ever otherwise."""
+    over = "clock_timestamp() - interval '1 second' from generate_series(1, 5) g"
+    for insert in (
+        f"insert into iw_keys select g::text, '', '', '', '', '', 0, {over}",
+        f"insert into iw_acknowledged select g, '', {over}",
+        f"insert into iw_notes select g::text::bytea, '', {over}",
+        f"insert into iw_waiting select g::text, '', {over}",
+        f"insert into iw_quota_admissions (slot, key, cost, at, expires) select g::text, '', 1, now(), {over}",
+    ):
+        await harness.place.link.fetch(insert)
+        (swept,) = await harness.place.link.row("select iw1_tidy(2)")
+        assert swept == 2, insert
+        while (await harness.place.link.row("select iw1_tidy(2)"))[0]:
+            pass
+
+
+async def test_what_a_stranger_says_of_cancellations_is_passed_over(harness: SqlStoreHarness) -> None:
+    until, told = asyncio.Event(), list[str]()
+
+    async def both() -> list[str] | None:
+        await harness.place.link.fetch("select pg_notify('iw_cancelled', 'no id at all')")
+        await harness.place.link.fetch("select pg_notify('iw_cancelled', $1)", b"a".hex())
+        return told or None
+
+    failures: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+    async with asyncio.TaskGroup() as group:
+        group.create_task(harness.store.cancellations(until, told.append))
+        await eventually(both, within=10, what="the cancellation is heard of")
+        until.set()
+    assert (set(told), failures) == ({"a"}, [])
 
 
 async def test_a_result_beyond_the_first_is_made_room_for_only_where_it_failed(harness: SqlStoreHarness) -> None:

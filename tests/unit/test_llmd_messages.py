@@ -207,6 +207,10 @@ def test_a_retry_has_one_failed_attempt_more_case_254() -> None:
     assert read(write_envelope(retried(read(member(internal={"retry_count": 4}))))).routing.retry_count == 5
 
 
+def test_a_count_of_attempts_that_no_store_keeps_is_taken_for_the_largest_that_they_do() -> None:
+    assert read(member(internal={"retry_count": 2**40})).routing.retry_count == 2**31 - 1
+
+
 @pytest.mark.parametrize("null", ["internal", "data"])
 def test_a_field_of_null_is_a_field_that_is_not_there(null: str) -> None:
     names = {"internal": ("labels", "queue_id", "retry_count"), "data": ("metadata", "headers", "endpoint", "created")}

@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import httpx
 import pytest
@@ -18,6 +18,7 @@ from inference_worker.pubsub_backlog import Monitoring
 from inference_worker.pubsub_values import DENIED, Pulled, Subscription
 from inference_worker.results.memory import MemoryStore
 from inference_worker.transports.gcp_pubsub import PubsubQueue, PubsubTransport, PubsubTransports
+from inference_worker.transports.pubsub_messages import PubsubClaim
 from tests.transport_contract import failed, reply, take
 
 SEEN = Subscription(topic="t", ack_deadline_s=10, exactly_once=True, dead_letter_topic="dead", most_deliveries=5)
@@ -306,3 +307,40 @@ async def test_a_subscription_without_points_is_unknown_and_a_refusal_is_said_on
         await refused("projects/p/subscriptions/s")
     assert await refused("projects/p/subscriptions/s") is None
     assert len(asked) == 2
+
+
+def test_a_dead_letter_has_no_more_attributes_than_the_service_takes_and_its_reason_among_them() -> None:
+    """Else it could not be parked, and came again until the service gives it up."""
+    came = {f"name-{number}": "x" for number in range(100)} | {"message_id": "m"}
+    claim = PubsubClaim(pulled=replace(pulled(1), attributes=came))
+    said = claim.dead_attributes(
+        PubsubQueue(), DeadLetter(reason="invalid_request", detail="why", attempts=2, status_code=400)
+    )
+
+    assert len(said) == 100
+    assert (said["message_id"], said["dead_reason"], said["dead_detail"]) == ("m", "invalid_request", "why")
+    assert said["name-0"] == "x"
+
+
+async def test_a_fault_while_leases_are_renewed_costs_a_turn_and_not_the_leases(
+    scripted: Scripted,
+) -> None:
+    link = scripted.link
+    link.waiting = [pulled(1)]
+    renew, failures = link.keep, 0
+
+    async def keep(subscription: str, ack_ids: Sequence[str], seconds: int) -> frozenset[str]:
+        nonlocal failures
+        if not failures:
+            failures += 1
+            raise RuntimeError("a fault")
+        return await renew(subscription, ack_ids, seconds)
+
+    link.keep = keep  # type: ignore[method-assign]  # One fault, then as it was.
+    async with scripted.session() as transport, transport.consuming(1):
+        delivery = await take(transport)
+        while not link.made("keep"):
+            await asyncio.sleep(1)
+
+        assert failures == 1
+        assert not delivery.lost.is_set()

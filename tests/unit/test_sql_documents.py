@@ -125,3 +125,16 @@ def test_a_quota_in_postgres_needs_queues_there() -> None:
     assert read(url=URL, queues=queues).queues[0].gate is not None
     with pytest.raises(ConfigurationError, match=r"queues\[0\]: has a gate sql-quota; accepted: with --transport sql"):
         read_documents("redis-sortedset", json.dumps({"url": "redis://h", "queues": queues}))
+
+
+def test_names_that_no_table_takes_are_an_error() -> None:
+    queues = [QUEUE | {"queue_name": "x" * 600, "result_queue_name": "a\0b"}]
+
+    said = problems(url=URL, result_queue_name="c\nd", queues=queues)
+
+    assert [one.partition(":")[0] for one in said] == [
+        "transport.result_queue_name",
+        "transport.queues[0].queue_name",
+        "transport.queues[0].result_queue_name",
+    ]
+    assert all("up to 512 bytes of UTF-8 without control characters" in one for one in said)

@@ -4,6 +4,8 @@ import json
 import time
 from typing import Any
 
+import pytest
+
 from inference_worker.llmd_messages import PublicRequest, Routing, new_envelope, write_envelope
 from inference_worker.transports.sql_members import SqlQueue, claims_of, headers_as_stored, placed, read_claim, whole
 
@@ -96,3 +98,32 @@ def test_rows_are_handed_up_in_the_order_of_their_deadlines() -> None:
     rows = [row(b"", None, seq=seq, deadline=deadline) for seq, deadline in ((3, 2.0), (2, 1.0), (1, 2.0))]
 
     assert [claim.seq for claim in claims_of(rows)] == [2, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("routing", "why"),
+    [
+        pytest.param({"result_queue_name": "a\0b"}, "result_queue_name", id="a route with a NUL"),
+        pytest.param({"result_queue_name": "r" * 513}, "result_queue_name", id="a route too long for an index"),
+        pytest.param({"request_token": "a\0b"}, "request_token", id="a token with a NUL"),
+        pytest.param({"request_token": "t" * 513}, "request_token", id="a token too long for an index"),
+    ],
+)
+def test_names_that_no_table_takes_make_it_no_request_and_are_answered_where_the_queue_says(
+    routing: dict[str, str], why: str
+) -> None:
+    """Else the end of the request would be refused again and again, as if Postgres did not answer."""
+    lying = placed(envelope(**routing), time.time())
+    (claim,) = claims_of([row(lying.body, lying.payload, token=lying.token)])
+    read, said = read_claim(claim, QUEUE)
+
+    assert said.startswith(f"{why} must be 1 to 512 bytes")
+    assert "\0" not in lying.token
+    assert (read.request_id, read.token, read.route) == ("a", "", "results")
+
+
+@pytest.mark.parametrize("stored", [b"\xff{", b"[]", b"{", b""])
+def test_headers_that_cannot_be_read_are_none(stored: bytes) -> None:
+    (claim,) = claims_of([row(b"{}", None, headers=stored)])
+
+    assert claim.headers == {}
