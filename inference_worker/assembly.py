@@ -36,6 +36,7 @@ from inference_worker.ports import Connect, Fleet, Health, ModelClient, Outbox, 
 from inference_worker.scraping import Gpu, ModelLoad, NotRead, scrape_gpus, scrape_model
 from inference_worker.timing import ByteBudget, first_of
 from inference_worker.tracing import PASSING_ON
+from inference_worker.transforms.model_name import asked_text
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -99,6 +100,8 @@ class Page:
     """More about this process, for people."""
     one_model: bool = True
     """Off where there are several, whose health nobody asks."""
+    store: str = "redis"
+    """By condition: what has results and claims."""
 
 
 Beside = Callable[[asyncio.Event], Coroutine[object, object, None]]
@@ -294,7 +297,7 @@ class Worker:
         model = self.model_health
         return {
             **self._page.links(self.listeners),
-            "redis": (self.store_health.ok, "" if self.store_health.ok else self.store_health.reason),
+            self._page.store: (self.store_health.ok, "" if self.store_health.ok else self.store_health.reason),
             **({"model": (model.ok, "" if model.ok else model.reason)} if self._page.one_model else {}),
             "running": (not self._stopping, "stopping" if self._stopping else ""),
         }
@@ -457,6 +460,9 @@ class Worker:
         if not self._settings.billing.on:
             return None
         identity = self._settings.identity
+        if not self._page.one_model:
+            # The caller's name, not the one inside: it is the caller's usage.
+            request = replace(request, model=asked_text(request))
         return usage_event(
             request,
             reply,

@@ -218,7 +218,10 @@ async def _redis(setup: ProcessSetup) -> list[Finding]:
             case "redis-streams":
                 assert isinstance(link, RedisLink)  # Only sorted sets have other modes.
                 return rows + await _queues(transport.queues, partial(_stream, link, settings.streams.group))
-            case "rabbitmq" | "sql" | "gcp-pubsub" | "redis-pubsub" | "extension":
+            case "redis-pubsub":
+                rows += await _retries(link, transport.retry_queue_name)
+                return rows + await _queues(transport.queues, partial(_channel, link))
+            case "rabbitmq" | "sql" | "gcp-pubsub" | "extension":
                 return rows
             case _:
                 assert_never(transport.kind)
@@ -284,6 +287,25 @@ async def _stream(link: RedisLink, group: str, queue: QueueConfig) -> list[Findi
     ]
 
 
+async def _retries(link: RedisCommands, name: str) -> list[Finding]:
+    """The set where all of what is to be tried again waits, and what a stop has left."""
+    try:
+        waiting = int(await link.do("ZCARD", name))
+    except StoreUnavailable as exc:
+        mend = "something else is kept under its name" if "WRONGTYPE" in str(exc) else redis_mend(str(exc))
+        return [failed("retries", f"{name}: {exc}", mend)]
+    return [Finding(what="retries", word="ok", detail=f"{name}: {waiting} wait")]
+
+
+async def _channel(link: RedisCommands, queue: QueueConfig) -> list[Finding]:
+    name = queue.queue_name
+    try:
+        _, listeners = await link.do("PUBSUB", "NUMSUB", name)
+    except StoreUnavailable as exc:
+        return [failed(f"queue {queue.id}", f"{name}: {exc}", redis_mend(str(exc)))]
+    return [Finding(what=f"queue {queue.id}", word="ok", detail=f"{name}: {int(listeners)} listen to this channel")]
+
+
 def _backlog(queue: QueueConfig, backlog: Backlog) -> Finding:
     name = queue.queue_name
     counts = (("ready", backlog.ready), ("with workers", backlog.in_flight), ("delayed", backlog.delayed))
@@ -318,7 +340,10 @@ async def _subscription(link: PubsubLink, transport: TransportConfig, queue: Que
     except StoreUnavailable as exc:
         if exc.code == DENIED:
             return [Finding(what=what, word="ok", detail=f"{name} may not be looked at, which pulling does not need")]
-        return [failed(what, f"{name}: {exc}", "project_id and subscriber_id, and that the subscription was created")]
+        mend = "project_id and subscriber_id, and that the subscription was created"
+        if exc.code != "NOT_FOUND":
+            mend = "PUBSUB_EMULATOR_HOST, or GOOGLE_APPLICATION_CREDENTIALS and the way to Google: see docs/pubsub.md"
+        return [failed(what, f"{name}: {exc}", mend)]
     rows = [Finding(what=what, word="ok", detail=f"{name} of {seen.topic}: deadline {seen.ack_deadline_s} s")]
     if not seen.exactly_once:
         detail = f"{name} has no exactly-once delivery: a request may run twice where a lease has lapsed"
@@ -359,8 +384,20 @@ async def _postgres(setup: ProcessSetup) -> list[Finding]:
                 await place.ears.stands(channel)
             return rows + await _queues(queues, one)
     except StoreUnavailable as exc:
-        mend = "SQL_URL: is it the right address, does Postgres run, and may its user make tables? See docs/sql.md"
-        return [failed("Postgres", f"{address}: {exc}", mend)]
+        return [failed("Postgres", f"{address}: {exc}", _sql_mend(str(exc)))]
+
+
+def _sql_mend(said: str) -> str:
+    """What to do about what the driver says."""
+    if "InvalidCatalogName" in said:
+        return "SQL_URL: name a database that is there, or create it"
+    if "Privilege" in said or "InvalidSchemaName" in said:
+        return "grant its user the permissions of docs/sql.md, on a schema that is there"
+    if "Authorization" in said or "InvalidPassword" in said:
+        return "SQL_URL: user and password, and pg_hba.conf of the server"
+    if "ReadOnly" in said:
+        return "SQL_URL: name the server that takes writes, no standby"
+    return "SQL_URL: is it the right address, and does Postgres run?"
 
 
 async def _changes(setup: ProcessSetup) -> list[Finding]:

@@ -210,6 +210,7 @@ async def process(setup: ProcessSetup, outside: Outside) -> AsyncGenerator[Proce
                 metrics=peer.page(pools.registries),
                 status=standing.status,
                 one_model=False,
+                store="redis" if sql is None else "postgres",
             ),
             beside=[pools.alongside.run, reloading.run],
             asks_health=False,

@@ -8,7 +8,7 @@ which were left out. Not here: reading the command line, and what the documents 
 import difflib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -19,9 +19,12 @@ from inference_worker.config.documents import (
     DEFAULT_WORKERS,
     KINDS,
     MOST_WORKERS,
+    NAMES,
+    QUEUES,
     GateProblems,
     OtherNames,
     ProcessDocuments,
+    TransportKind,
     no_others,
     read_documents,
 )
@@ -62,7 +65,6 @@ def _unused(name: str, default: str, why: str, kind: FlagKind = "text") -> Flag:
 
 
 _TRANSPORT: Final = "--transport-config or --transport-config-file"
-_NO_BROKER: Final = "this transport is not served here"
 
 FLAGS: Final[tuple[Flag, ...]] = (
     Flag(name="transport", default="", meaning=f"the kind of queues: {', '.join(KINDS)}"),
@@ -148,32 +150,129 @@ FLAGS: Final[tuple[Flag, ...]] = (
     _old("redis.ss.batch-size", "10", "batch_size in the transport document", "whole"),
     _old("redis.ss.gate-type", "", "gate_type in the transport document"),
     _old("redis.ss.gate-params", "{}", "gate_params in the transport document"),
-    *(
-        _unused(name, "", _NO_BROKER)
-        for name in (
-            "redis.igw-base-url",
-            "redis.request-path-url",
-            "redis.inference-objective",
-            "redis.request-queue-name",
-            "redis.retry-queue-name",
-            "redis.result-queue-name",
-            "redis.queues-config",
-            "redis.queues-config-file",
-            "pubsub.igw-base-url",
-            "pubsub.project-id",
-            "pubsub.request-path-url",
-            "pubsub.inference-objective",
-            "pubsub.request-subscriber-id",
-            "pubsub.result-topic-id",
-            "pubsub.topics-config-file",
-            "pubsub.batch-size",
-        )
-    ),
+    _old("redis.igw-base-url", "", _TRANSPORT),
+    _old("redis.request-path-url", DEFAULT_PATH, _TRANSPORT),
+    _old("redis.inference-objective", "", _TRANSPORT),
+    _old("redis.request-queue-name", "request-queue", _TRANSPORT),
+    _old("redis.retry-queue-name", "retry-sortedset", "retry_queue_name in the transport document"),
+    _old("redis.result-queue-name", "result-queue", "result_queue_name in the transport document"),
+    _old("redis.queues-config", "", "--transport-config"),
+    _old("redis.queues-config-file", "", "--transport-config-file"),
+    _old("pubsub.project-id", "", "project_id in the transport document"),
+    _old("pubsub.igw-base-url", "", _TRANSPORT),
+    _old("pubsub.request-path-url", DEFAULT_PATH, _TRANSPORT),
+    _old("pubsub.inference-objective", "", _TRANSPORT),
+    _old("pubsub.request-subscriber-id", "", _TRANSPORT),
+    _old("pubsub.result-topic-id", "", "result_topic_id in the transport document"),
+    _old("pubsub.topics-config-file", "", "--transport-config-file"),
+    _old("pubsub.batch-size", "10", "batch_size in the transport document", "whole"),
 )
 BY_NAME: Final = {flag.name: flag for flag in FLAGS}
 NO_DOCUMENT: Final = ("{}", "null")
 """What stands for a transport document that was not named, or could not be read."""
+_OF_OLD_TRANSPORTS: Final = tuple(
+    flag.name
+    for flag in FLAGS
+    if flag.name == "message-queue-impl" or (flag.instead and flag.name.startswith(("redis.", "pubsub.")))
+)
+"""Old flags that say where requests are; others may stand beside new ones."""
 NEW_TRANSPORT: Final = ("transport", "transport-config", "transport-config-file")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OldKind:
+    """Which old flags make the document of a transport."""
+
+    kind: TransportKind
+    prefix: str
+    """Of its own flags."""
+    of_all: Mapping[str, str]
+    """Keys of the document, and their flags."""
+    of_one: Mapping[str, str]
+    """Keys of a queue, where one alone is told of by flags."""
+    inline: str = ""
+    """The flag of the list of queues itself."""
+    file: str
+    """The flag of its file."""
+    gated: bool = True
+    """Whether queues have gates; elsewhere they were taken and not asked."""
+
+    def others(self, name: str) -> bool:
+        """Whether a flag is of another transport."""
+        if name in self.of_all.values() or not name.startswith(("redis.", "pubsub.")):
+            return False
+        return not name.startswith(self.prefix) or (self.prefix == "redis." and name.startswith("redis.ss."))
+
+
+_CHANNELS: Final = _OldKind(
+    kind="redis-pubsub",
+    prefix="redis.",
+    of_all={
+        "url": "redis.url",
+        "retry_queue_name": "redis.retry-queue-name",
+        "result_queue_name": "redis.result-queue-name",
+        "enable_tracing": "redis-tracing",
+    },
+    of_one={
+        "queue_name": "redis.request-queue-name",
+        "igw_base_url": "redis.igw-base-url",
+        "request_path_url": "redis.request-path-url",
+        "inference_objective": "redis.inference-objective",
+    },
+    inline="redis.queues-config",
+    file="redis.queues-config-file",
+)
+_SORTED_SETS: Final = _OldKind(
+    kind="redis-sortedset",
+    prefix="redis.ss.",
+    of_all={
+        "url": "redis.url",
+        "result_queue_name": "redis.ss.result-queue-name",
+        "poll_interval_ms": "redis.ss.poll-interval-ms",
+        "batch_size": "redis.ss.batch-size",
+        "enable_tracing": "redis-tracing",
+    },
+    of_one={
+        "queue_name": "redis.ss.request-queue-name",
+        "igw_base_url": "redis.ss.igw-base-url",
+        "request_path_url": "redis.ss.request-path-url",
+        "inference_objective": "redis.ss.inference-objective",
+        "gate_type": "redis.ss.gate-type",
+        "gate_params": "redis.ss.gate-params",
+    },
+    inline="redis.ss.queues-config",
+    file="redis.ss.queues-config-file",
+)
+_TOPICS: Final = _OldKind(
+    kind="gcp-pubsub",
+    prefix="pubsub.",
+    of_all={
+        "project_id": "pubsub.project-id",
+        "result_topic_id": "pubsub.result-topic-id",
+        "batch_size": "pubsub.batch-size",
+    },
+    of_one={
+        "subscriber_id": "pubsub.request-subscriber-id",
+        "igw_base_url": "pubsub.igw-base-url",
+        "request_path_url": "pubsub.request-path-url",
+        "inference_objective": "pubsub.inference-objective",
+    },
+    file="pubsub.topics-config-file",
+)
+OLD_KINDS: Final[Mapping[str, _OldKind]] = {
+    "redis-pubsub": _CHANNELS,
+    "redis-sortedset": _SORTED_SETS,
+    "gcp-pubsub": replace(_TOPICS, gated=False),
+    "gcp-pubsub-gated": _TOPICS,
+}
+"""By what `message-queue-impl` says."""
+OLD_DEFAULT: Final = (
+    "--message-queue-impl is not given, which stands for redis-pubsub: requests may be lost there; "
+    "use --transport, and rather with redis-sortedset"
+)
+UNGATED: Final = (
+    "--message-queue-impl gcp-pubsub asks no gates: those in --pubsub.topics-config-file are not used; use --transport"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,13 +418,14 @@ def _transport(values: "_Values", files: "_Files", others: OtherNames) -> tuple[
     """The document, the kind, the file that it was read from, and whether that has the queues alone."""
     if values.new_transport:
         return _new_transport(values, files, others)
-    kind = values.text("message-queue-impl")
-    if not any(values.given(flag.name) for flag in FLAGS if flag.instead):
+    if not any(values.given(name) for name in _OF_OLD_TRANSPORTS):
         values.problems.append(f"--transport: is missing; accepted: {', '.join(KINDS)}, and one of {_TRANSPORT}")
         return "{}", KINDS[0], "", False
-    if kind != "redis-sortedset":
-        values.wrong("message-queue-impl", f"redis-sortedset; new: --transport with {', '.join(KINDS)}")
-    return _old_transport(values, files)
+    known = _old_kind(values)
+    if known is None:
+        values.wrong("message-queue-impl", f"{', '.join(OLD_KINDS)}; new: --transport with {', '.join(KINDS)}")
+        return "{}", KINDS[0], "", False
+    return _old_transport(known, values, files)
 
 
 def _new_transport(values: "_Values", files: "_Files", others: OtherNames) -> tuple[str, str, str, bool]:
@@ -342,38 +442,46 @@ def _new_transport(values: "_Values", files: "_Files", others: OtherNames) -> tu
     return text or "{}", kind, "", False
 
 
-def _old_transport(values: "_Values", files: "_Files") -> tuple[str, str, str, bool]:
-    document: dict[str, object] = {
-        "url": values.text("redis.url"),
-        "result_queue_name": values.text("redis.ss.result-queue-name"),
-        "poll_interval_ms": values.text("redis.ss.poll-interval-ms"),
-        "batch_size": values.text("redis.ss.batch-size"),
-        "enable_tracing": values.switch("redis-tracing"),
-    }
-    inline, file = values.text("redis.ss.queues-config"), values.text("redis.ss.queues-config-file")
+def _old_kind(values: "_Values") -> _OldKind | None:
+    """The transport that old flags are of; None where it is none."""
+    return OLD_KINDS.get(values.text("message-queue-impl"))
+
+
+def _old_transport(old: _OldKind, values: "_Values", files: "_Files") -> tuple[str, str, str, bool]:
+    document: dict[str, object] = {key: values.document(flag) for key, flag in old.of_all.items()}
+    inline, file = values.text(old.inline) if old.inline else "", values.text(old.file)
+    queues: object
     if inline:
-        document["queues"] = _json("redis.ss.queues-config", inline, values.problems)
+        queues = _json(old.inline, inline, values.problems)
     elif file:
-        read = files.text("redis.ss.queues-config-file", file)
-        document["queues"] = _json("redis.ss.queues-config-file", read or "[]", values.problems)
+        queues = _json(old.file, files.text(old.file, file) or "[]", values.problems)
     else:
-        document["queues"] = [
-            {
-                "queue_name": values.text("redis.ss.request-queue-name"),
-                "igw_base_url": values.text("redis.ss.igw-base-url"),
-                "request_path_url": values.text("redis.ss.request-path-url"),
-                "inference_objective": values.text("redis.ss.inference-objective"),
-                "gate_type": values.text("redis.ss.gate-type"),
-                "gate_params": _json("redis.ss.gate-params", values.text("redis.ss.gate-params"), values.problems),
-            }
-        ]
+        queues = [{key: values.document(flag) for key, flag in old.of_one.items()}]
+    if not old.gated:
+        queues = _without_gates(queues, values)
+    document[NAMES.get(old.kind, QUEUES).several] = queues
     watched = "" if inline else file
-    return json.dumps(document), "redis-sortedset", watched, bool(watched)
+    return json.dumps(document), old.kind, watched, bool(watched)
+
+
+def _without_gates(queues: object, values: "_Values") -> object:
+    """As it was there, where another name stood for topics with gates."""
+    if not isinstance(queues, list):
+        return queues
+    gates = ("gate_type", "gate_params")
+    if any(isinstance(queue, dict) and queue.get("gate_type") for queue in queues):
+        values.notes.append(UNGATED)
+    return [
+        {key: value for key, value in queue.items() if key not in gates} if isinstance(queue, dict) else queue
+        for queue in queues
+    ]
 
 
 def _has_queue_list(values: "_Values") -> bool:
-    names = NEW_TRANSPORT[1:] if values.new_transport else ("redis.ss.queues-config", "redis.ss.queues-config-file")
-    return any(values.text(name) for name in names)
+    if values.new_transport:
+        return any(values.text(name) for name in NEW_TRANSPORT[1:])
+    old = _old_kind(values)
+    return old is not None and any(values.text(name) for name in (old.inline, old.file) if name)
 
 
 # ---------------------------------------------------------------- the rest
@@ -396,7 +504,10 @@ def _either(values: "_Values", new: str, old: str) -> str:
 
 
 def _notes(values: "_Values") -> list[str]:
-    notes = []
+    notes = list(values.notes)
+    old = None if values.new_transport else _old_kind(values)
+    if old is not None and not values.given("message-queue-impl"):
+        notes += [OLD_DEFAULT] if any(values.given(name) for name in _OF_OLD_TRANSPORTS) else []
     for flag in FLAGS:
         if not values.given(flag.name):
             continue
@@ -404,6 +515,8 @@ def _notes(values: "_Values") -> list[str]:
             notes.append(f"--{flag.name} is not used: {flag.unused}")
         elif flag.instead and _left_out(flag, values):
             notes.append(f"--{flag.name} is ignored, since newer flags are given; use {flag.instead}")
+        elif flag.instead and old is not None and old.others(flag.name):
+            notes.append(f"--{flag.name} is not used: it is of another transport than {old.kind}; use {flag.instead}")
         elif flag.instead:
             notes.append(f"--{flag.name} is old; use {flag.instead}")
     return notes
@@ -448,6 +561,8 @@ class _Values:
     def __init__(self, given: Mapping[str, str], problems: list[str]) -> None:
         self._given = given
         self.problems = problems
+        self.notes: list[str] = []
+        """What is to be warned of beside the flags themselves."""
         self.new_transport = any(name in given for name in NEW_TRANSPORT)
 
     def given(self, name: str) -> bool:
@@ -455,6 +570,14 @@ class _Values:
 
     def text(self, name: str) -> str:
         return self._given.get(name, BY_NAME[name].default)
+
+    def document(self, name: str) -> object:
+        """What a document has in the place of an old flag."""
+        if BY_NAME[name].kind == "switch":
+            return self.switch(name)
+        if name.endswith("gate-params"):
+            return _json(name, self.text(name), self.problems)
+        return self.text(name)
 
     def whole(self, name: str, least: int, most: int) -> int:
         return self._read(name, lambda values, flag: values.whole(flag, at_least=least, at_most=most))

@@ -45,6 +45,11 @@ def asked_name(request: InferenceRequest) -> bytes:
     return msgspec.json.encode(request.model) if said is None else said
 
 
+def asked_text(request: InferenceRequest) -> str:
+    """The same as text; empty where it is none."""
+    return text_of(asked_name(request)) or ""
+
+
 def named_as_asked(request: InferenceRequest, body: bytes) -> bytes:
     """A good answer with the name that the caller has used. One that names no model stays as it is."""
     return with_member(body, MODEL, asked_name(request)) or body

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,10 +11,15 @@ from urllib.parse import urlsplit
 
 from redis.asyncio import Redis as RedisClient
 
+from inference_worker.assembly import Outside
+from inference_worker.check import Finding
+from inference_worker.check_process import check_process
+from inference_worker.process_setup import read_setup
 from tests.conservation import channel_of
 from tests.faults.model import FakeModel
 from tests.integration.conftest import OwnRedis
 from tests.integration.test_check import LONGEST_S, Ended, check
+from tests.pubsub_kit import subscribed
 
 SATURATION = {"gate_type": "prometheus-saturation", "gate_params": {"pool": "p", "threshold": 0.7}}
 SCRAPE = {"metric": "vllm:num_requests_running", "max_count_per_pod": 10, "baseline": 0.2}
@@ -198,3 +204,88 @@ async def test_streams_and_queues_of_rabbitmq_are_looked_at_too(
     assert over_rabbitmq.of("RabbitMQ")[0] == "ok"
     assert over_streams.code == 0, over_streams.out
     assert over_streams.of(f"queue {name}")[1] == f"{name} does not exist yet: it is created"
+
+
+# ---------------------------------------------------------------- each transport, asked in this process
+
+
+async def asked(kind: str, document: Mapping[str, object], environ: Mapping[str, str] | None = None) -> list[Finding]:
+    """What is said of a transport document."""
+    given, rng = {"transport": kind, "transport-config": json.dumps(document)}, random.Random(1)
+    setup = read_setup(given, environ or {}, dict[str, str]().__getitem__, rng)
+    return (await check_process(setup, environ or {}, Outside(now=time.time, rng=rng))).findings
+
+
+async def asked_sql(url: str, model: FakeModel) -> dict[str, Finding]:
+    return {row.what: row for row in await asked("sql", {"url": url, "queues": [queue("chat", model.url)]})}
+
+
+async def test_of_postgres_it_says_what_is_wrong_and_who_mends_it(
+    empty_sql_url: str, deployment_id: str, model: FakeModel
+) -> None:
+    """A database that is not there, and a role that may connect and no more."""
+    import asyncpg
+
+    role, parts = f"r_{deployment_id.removeprefix('t-')}", urlsplit(empty_sql_url)
+    schema = parts.query.removeprefix("search_path=")
+    poor = parts._replace(netloc=f"{role}:x@{parts.hostname}:{parts.port}").geturl()
+    admin = await asyncpg.connect(empty_sql_url)
+    try:
+        await admin.execute(f"create role {role} login password 'x'")
+        nowhere = await asked_sql(parts._replace(path="/nowhere").geturl(), model)
+        no_schema = await asked_sql(poor, model)
+        well = await asked_sql(empty_sql_url, model)
+        await admin.execute(f"grant usage on schema {schema} to {role}")
+        await admin.execute(f"grant select on all tables in schema {schema} to {role}")
+        reads_only = await asked_sql(poor, model)
+    finally:
+        await admin.execute(f"drop owned by {role}; drop role {role}")
+        await admin.close()
+    gone = await asked_sql("postgresql://u:secret@127.0.0.1:1/d", model)
+
+    assert well["Postgres"].word == "ok"
+    said = [rows["Postgres"] for rows in (nowhere, no_schema, reads_only, gone)]
+    assert [row.word for row in said] == ["failed"] * 4
+    assert [row.mend.split(",")[0] for row in said] == [
+        "SQL_URL: name a database that is there",
+        "grant its user the permissions of docs/sql.md",
+        "grant its user the permissions of docs/sql.md",
+        "SQL_URL: is it the right address",
+    ]
+    assert "secret" not in said[3].detail
+    assert "Redis" not in {*well, *gone}
+
+
+async def test_channels_are_looked_at_with_the_set_of_their_retries(
+    redis_url: str, redis_client: RedisClient, model: FakeModel
+) -> None:
+    document = {"url": redis_url, "queues": [{"queue_name": "talk", "igw_base_url": model.url}]}
+    well = {row.what: row for row in await asked("redis-pubsub", document)}
+    await redis_client.set("retry-sortedset", "x")
+    ill = {row.what: row for row in await asked("redis-pubsub", document)}
+
+    assert well["queue talk"].detail == "talk: 0 listen to this channel"
+    assert well["retries"].detail == "retry-sortedset: 0 wait"
+    assert (ill["retries"].word, ill["retries"].mend) == ("failed", "something else is kept under its name")
+
+
+async def test_of_subscriptions_each_problem_is_said_at_once(redis_url: str, model: FakeModel) -> None:
+    async with subscribed(redis_url, exactly_once=False) as kit:
+        topics = [{"subscriber_id": name, "igw_base_url": model.url} for name in ("requests", "missing")]
+        document = {"project_id": kit.queue.project, "result_topic_id": "results", "topics": topics}
+        environ = {"REDIS_URL": redis_url, "PUBSUB_EMULATOR_HOST": kit.address}
+        seen = await asked("gcp-pubsub", document, environ)
+    away = await asked(
+        "gcp-pubsub", document, {"REDIS_URL": "redis://127.0.0.1:9/0", "PUBSUB_EMULATOR_HOST": "127.0.0.1:9"}
+    )
+
+    rows = [row for row in seen if row.what.startswith("queue ")]
+    assert [(row.what, row.word) for row in rows] == [
+        ("queue requests", "ok"),
+        ("queue requests", "warning"),
+        ("queue missing", "failed"),
+    ]
+    assert rows[-1].mend == "project_id and subscriber_id, and that the subscription was created"
+    failed = [row for row in away if row.word == "failed"]
+    assert [row.what for row in failed] == ["Redis", "queue requests", "queue missing"]
+    assert failed[-1].mend.startswith("PUBSUB_EMULATOR_HOST, or GOOGLE_APPLICATION_CREDENTIALS")

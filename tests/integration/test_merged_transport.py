@@ -17,12 +17,16 @@ from inference_worker.transports import merged_source, redis_sorted_set
 from inference_worker.transports.merged import MergedQueues, MergedTransport, Source
 from inference_worker.transports.merged_source import Feed
 from inference_worker.transports.redis_sorted_set import SortedSetQueue
+from tests.integration.test_pubsub_transport import PubsubHarness
 from tests.integration.test_rabbitmq_transport import RabbitHarness
 from tests.integration.test_redis_sorted_set_transport import LEASE_S, SortedSetHarness
 from tests.integration.test_redis_streams_transport import StreamHarness
-from tests.services import Rabbit, Redis
+from tests.integration.test_sql_transport import SqlHarness
+from tests.pubsub_kit import subscribed
+from tests.services import Postgres, Rabbit, Redis
 from tests.sorted_set_kit import sorted_sets_at
-from tests.stream_kit import streams_at
+from tests.sql_kit import sql_queue_at
+from tests.stream_kit import NAMES, streams_at
 from tests.transport_contract import Harness, Parked, TransportContract, nothing_comes, request, take
 from tests.unit.gate_kit import Told
 from tests.waiting import eventually
@@ -105,34 +109,58 @@ async def test_queues_of_two_brokers_feed_one_pool_and_each_message_is_settled_w
     async with sorted_sets_at(redis_url) as sets:
         here, there = SortedSetHarness(redis_server, sets), RabbitHarness(rabbit, rabbitmq_url, deployment_id, "quorum")
         await there.declare()
-        bodies = [request(f"r-{n}") for n in range(20)]
-        for n, body in enumerate(bodies):
-            await (here, there)[n % 2].publish(body)
-        merged, settled = MergedHarness([here, there]), Counter[tuple[str, str]]()
-        got: list[bytes] = []
-        async with merged.connect() as transport, transport.consuming(3):
-            while len(got) < 20:
-                delivery = await take(transport)
-                disposition: Ack | Nack | DeadLetter = Ack()
-                if not delivery.redelivered and bodies.index(delivery.body) in (4, 5):
-                    disposition = Nack()
-                elif bodies.index(delivery.body) in (6, 7):
-                    disposition = DeadLetter(reason="poison", detail="", attempts=1, status_code=500)
-                settlement = await transport.settle(delivery, disposition)
-                assert isinstance(settlement, Settled)
-                settled[delivery.queue, settlement.how] += 1
-                if settlement.how != "requeue":
-                    got.append(delivery.body)
-            await nothing_comes(transport)
+        await feed_one_pool(here, sets.queue.name, there, there.topology.queue)
 
-            queues = (sets.queue.name, there.topology.queue)
-            how = {"ack": 9, "dead_letter": 1, "requeue": 1}
-            assert sorted(got) == sorted(bodies)
-            assert settled == Counter({(queue, name): n for queue in queues for name, n in how.items()})
-            assert {name: one.ready for name, one in (await transport.backlogs()).items()} == {"q-0": 0, "q-1": 0}
-            assert [letter.body for letter in await here.parked()] == [bodies[6]]
-            theirs = await eventually(there.parked, within=10, what="the dead letter of the other broker")
-            assert [letter.body for letter in theirs] == [bodies[7]]
+
+async def test_a_stream_and_a_table_of_postgres_feed_one_pool(
+    redis_server: Redis, redis_url: str, postgres: Postgres, sql_url: str
+) -> None:
+    async with streams_at(redis_url) as streams, sql_queue_at(sql_url) as kit:
+        here, there = StreamHarness(redis_server, streams), SqlHarness(postgres, kit)
+        await feed_one_pool(here, NAMES.stream, there, kit.queue.name)
+
+
+async def test_a_sorted_set_and_a_subscription_feed_one_pool(redis_server: Redis, redis_url: str) -> None:
+    async with sorted_sets_at(redis_url) as sets, subscribed(redis_url) as kit:
+        here, there = SortedSetHarness(redis_server, sets), PubsubHarness(kit)
+        await feed_one_pool(here, sets.queue.name, there, kit.queue.name, counted=False)
+
+
+async def feed_one_pool(here: Harness, at_here: str, there: Harness, at_there: str, *, counted: bool = True) -> None:
+    """Two queues, each with ten messages, of which one is given back and another is a dead letter.
+
+    `counted`: whether both brokers say what waits.
+    """
+    bodies = [request(f"r-{n}") for n in range(20)]
+    for n, body in enumerate(bodies):
+        await (here, there)[n % 2].publish(body)
+    merged, settled, given_back = MergedHarness([here, there]), Counter[tuple[str, str]](), set[bytes]()
+    got: list[bytes] = []
+    async with merged.connect() as transport, transport.consuming(3):
+        while len(got) < 20:
+            delivery = await take(transport)
+            disposition: Ack | Nack | DeadLetter = Ack()
+            number = bodies.index(delivery.body)
+            if number in (4, 5) and delivery.body not in given_back:
+                given_back.add(delivery.body)
+                disposition = Nack()
+            elif number in (6, 7):
+                disposition = DeadLetter(reason="poison", detail="", attempts=1, status_code=500)
+            settlement = await transport.settle(delivery, disposition)
+            assert isinstance(settlement, Settled)
+            settled[delivery.queue, settlement.how] += 1
+            if settlement.how != "requeue":
+                got.append(delivery.body)
+        await nothing_comes(transport)
+
+        how = {"ack": 9, "dead_letter": 1, "requeue": 1}
+        assert sorted(got) == sorted(bodies)
+        assert settled == Counter({(queue, name): n for queue in (at_here, at_there) for name, n in how.items()})
+        ready = {name: one.ready for name, one in (await transport.backlogs()).items()}
+        assert ready == {"q-0": 0, "q-1": 0} or not counted
+        assert [letter.body for letter in await here.parked()] == [bodies[6]]
+        theirs = await eventually(there.parked, within=10, what="the dead letter of the other broker")
+        assert [letter.body for letter in theirs] == [bodies[7]]
 
 
 # ---------------------------------------------------------------- a closed gate, over each broker

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import random
+import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,14 +13,19 @@ from aio_pika import connect
 from aio_pika.abc import AbstractIncomingMessage
 from aiormq.abc import DeliveredMessage
 from pamqp.commands import Basic
+from redis.asyncio import Redis as RedisClient
 
 from inference_worker import rmq_replies
+from inference_worker.assembly import Outside
+from inference_worker.process import process
+from inference_worker.process_setup import read_setup
 from tests.faults import wire
-from tests.faults.model import FakeModel
+from tests.faults.model import FakeModel, ok
 from tests.faults.proxy import Do
 from tests.in_process import SOON_S, Broker, InProcess, request_body
 from tests.integration.conftest import MakeProxy, RunningWorker
 from tests.integration.test_rabbitmq_rules import frames
+from tests.process_rig import PACE as PROCESS_PACE
 from tests.process_rig import processing, queue, serving_mock
 from tests.services import Rabbit
 from tests.waiting import eventually
@@ -335,3 +342,63 @@ async def test_a_queue_with_a_list_of_results_replies_as_well(vhost: str, redis_
                 assert json.loads(reply.body)["result"]["model"] == "mine"
                 assert json.loads(result["payload"])["model"] == "mine"
                 assert reply.correlation_id == "c-1"
+
+
+async def test_what_runs_while_its_queue_changes_is_replied_to_and_so_is_what_follows(
+    vhost: str, redis_url: str
+) -> None:
+    opened, texts = asyncio.Event(), dict[str, str]()
+    async with FakeModel() as model, RedisClient.from_url(redis_url, socket_timeout=None) as redis:
+        model.next(wire.gated(opened, ok()))
+
+        def says(**options: object) -> None:
+            texts["t"] = json.dumps({"url": vhost, "queues": [queue("jobs", model.url, **options)]})
+
+        says()
+        given = {**PROCESS_PACE, "transport": "rabbitmq", "transport-config-file": "t", "concurrency": "1"}
+        environ = {"REDIS_URL": redis_url, "RABBITMQ_QUEUE_TYPE": "classic", "RABBITMQ_MAX_PRIORITY": "5"}
+        rng, stop = random.Random(1), asyncio.Event()
+        setup = read_setup(given, environ, texts.__getitem__, rng)
+        connection = await connect(vhost)
+        async with (
+            process(setup, Outside(now=time.time, rng=rng)) as made,
+            asyncio.TaskGroup() as group,
+            connection,
+            connection.channel(on_return_raises=True) as channel,
+        ):
+            group.create_task(made.worker.run(stop), name="process")
+            await eventually(lambda: made.worker.ready().get("queue jobs", (False, ""))[0], within=15, what="its queue")
+            answers = await channel.declare_queue(exclusive=True)
+            raw = await channel.get_underlay_channel()
+
+            async def put(name: str, priority: int) -> None:
+                asked = Basic.Properties(reply_to=answers.name, correlation_id=name, priority=priority)
+                body = json.dumps(request_body(name, payload={"model": "m", "prompt": name})).encode()
+                await raw.basic_publish(body, routing_key="jobs", properties=asked)
+
+            await put("running", 0)
+            await model.busy()
+            says(result_queue_name="list")
+            made.reloading.ask()
+
+            await eventually(
+                lambda: made.worker.ready().get("queue jobs", (False, ""))[0], within=15, what="its queue again"
+            )
+            for name, priority in (("low", 1), ("high", 5)):
+                await put(name, priority)
+            opened.set()
+            replies = dict[str, Any]()
+
+            async def all_came() -> bool:
+                while (message := await answers.get(fail=False, no_ack=True)) is not None:
+                    replies[str(message.correlation_id)] = json.loads(message.body)
+                return len(replies) == 3
+
+            await eventually(all_came, within=SOON_S, what="the replies")
+            listed = [json.loads(one)["id"] for one in await redis.lrange("list", 0, -1)]
+            stop.set()
+
+    assert {name: (reply["request_id"], reply["status_code"]) for name, reply in replies.items()} == {
+        name: (name, 200) for name in ("running", "low", "high")
+    }
+    assert sorted(listed) == ["high", "low"], "what ran goes where its queue said when it was taken"

@@ -130,6 +130,94 @@ def test_an_old_list_of_queues_is_taken_inline_or_from_its_file_case_293(inline:
     assert (flags.transport_file, flags.transport_is_queues) == (("", False) if inline else ("q.json", True))
 
 
+def test_old_flags_of_channels_make_a_document_of_channels_case_293() -> None:
+    flags = read(
+        {
+            "message-queue-impl": "redis-pubsub",
+            "redis.url": "redis://old:6379",
+            "redis.igw-base-url": "http://gateway:8000",
+            "redis.request-path-url": "/v1/chat/completions",
+            "redis.inference-objective": "gold",
+            "redis.request-queue-name": "mine",
+            "redis.retry-queue-name": "again",
+            "redis.result-queue-name": "results",
+            "redis-tracing": "true",
+        }
+    )
+
+    config = documents_of(flags).transport
+    (only,) = config.queues
+    assert (config.kind, config.retry_queue_name, config.result_queue_name) == ("redis-pubsub", "again", "results")
+    assert config.enable_tracing
+    assert (only.queue_name, only.request_path, only.objective) == ("mine", "/v1/chat/completions", "gold")
+    assert all("is old; use" in note for note in flags.notes)
+
+
+def test_without_a_word_of_the_transport_old_flags_are_of_channels_and_that_is_warned_of_case_293() -> None:
+    flags = read({"redis.url": "redis://old:6379", "redis.igw-base-url": "http://gateway:8000"})
+
+    config = documents_of(flags).transport
+    assert (config.kind, config.queues[0].queue_name) == ("redis-pubsub", "request-queue")
+    assert (config.retry_queue_name, config.result_queue_name) == ("retry-sortedset", "result-queue")
+    assert "which stands for redis-pubsub: requests may be lost there" in flags.notes[0]
+    assert len(flags.notes) == 3
+
+
+@pytest.mark.parametrize("kind", ["gcp-pubsub", "gcp-pubsub-gated"])
+def test_old_flags_of_a_topic_make_a_document_of_topics_case_293(kind: str) -> None:
+    flags = read(
+        {
+            "message-queue-impl": kind,
+            "pubsub.project-id": "p",
+            "pubsub.igw-base-url": "http://gateway:8000",
+            "pubsub.request-path-url": "/v1/x",
+            "pubsub.inference-objective": "gold",
+            "pubsub.request-subscriber-id": "requests",
+            "pubsub.result-topic-id": "results",
+            "pubsub.batch-size": "64",
+        }
+    )
+
+    config = documents_of(flags).transport
+    (only,) = config.queues
+    assert (config.kind, config.project, config.result_queue_name, config.batch_size) == (
+        "gcp-pubsub",
+        "p",
+        "results",
+        64,
+    )
+    assert (only.queue_name, only.request_path, only.objective) == ("requests", "/v1/x", "gold")
+
+
+def test_the_old_name_without_gates_asks_none_and_says_so_case_293() -> None:
+    topic = {"subscriber_id": "s", "igw_base_url": "http://g", "gate_type": "constant", "gate_params": {"value": 0}}
+    given = {"pubsub.project-id": "p", "pubsub.result-topic-id": "r", "pubsub.topics-config-file": "t.json"}
+    files = {"t.json": json.dumps([topic, {"subscriber_id": "plain", "igw_base_url": "http://g"}])}
+
+    plain = read({**given, "message-queue-impl": "gcp-pubsub"}, files)
+    gated = read({**given, "message-queue-impl": "gcp-pubsub-gated"}, files)
+
+    assert [queue.gate for queue in documents_of(plain).transport.queues] == [None, None]
+    assert "asks no gates" in plain.notes[0]
+    (gate, none) = [queue.gate for queue in documents_of(gated).transport.queues]
+    assert none is None
+    assert gate is not None
+    assert gate.gate_type == "constant"
+    assert not any("asks no gates" in note for note in gated.notes)
+    assert gated.transport_file == "t.json"
+
+
+def test_old_flags_of_another_transport_are_said_to_be_unused_case_294() -> None:
+    others = {"pubsub.project-id": "p", "redis.request-queue-name": "channel", "redis.ss.request-queue-name": "set"}
+
+    notes = read({**OLD, **others}).notes
+    unused = {note.split()[0] for note in notes if "is of another transport than redis-sortedset" in note}
+    assert unused == {"--pubsub.project-id", "--redis.request-queue-name"}
+    channels = read({**OLD, **others, "message-queue-impl": "redis-pubsub", "redis.igw-base-url": "http://g"}).notes
+    unused = {note.split()[0] for note in channels if "is of another transport than redis-pubsub" in note}
+    assert unused == {"--pubsub.project-id", "--redis.ss.request-queue-name", "--redis.ss.igw-base-url"}
+
+
 def test_the_old_url_may_come_from_the_environment() -> None:
     old = {name: value for name, value in OLD.items() if name != "redis.url"}
 
@@ -175,9 +263,9 @@ def test_the_merge_policy_has_an_old_name_and_the_new_one_wins_case_296(
 
 
 def test_flags_of_what_is_not_here_are_taken_and_said_to_be_unused() -> None:
-    notes = read({**NEW, "zap-encoder": "json", "metrics-endpoint-auth": "false", "pubsub.project-id": "p"}).notes
+    notes = read({**NEW, "zap-encoder": "json", "metrics-endpoint-auth": "false"}).notes
 
-    assert len(notes) == 3
+    assert len(notes) == 2
     assert all("is not used: " in note for note in notes)
 
 
@@ -193,8 +281,19 @@ def test_flags_of_what_is_not_here_are_taken_and_said_to_be_unused() -> None:
         pytest.param(
             {**NEW, "transport-config-file": "x"}, "--transport-config, --transport-config-file: both", id="both"
         ),
-        pytest.param({**OLD, "message-queue-impl": "gcp-pubsub-gated"}, "--message-queue-impl: is", id="an old kind"),
-        pytest.param({"redis.url": "redis://r"}, '--message-queue-impl: is "redis-pubsub"', id="the old default"),
+        pytest.param({**OLD, "message-queue-impl": "kafka"}, '--message-queue-impl: is "kafka"', id="no old kind"),
+        pytest.param({"redis-tracing": "true"}, "--transport: is missing", id="an old flag of no transport"),
+        pytest.param(
+            {"message-queue-impl": "gcp-pubsub", "pool-config-file": "p"},
+            "--pool-config-file: is",
+            id="pools, no topics",
+        ),
+        pytest.param(
+            {"message-queue-impl": "gcp-pubsub", "pubsub.topics-config-file": "gone"},
+            "--pubsub.topics-config-file: the file gone cannot",
+            id="no topics",
+        ),
+        pytest.param({"redis.queues-config": "["}, "--redis.queues-config: is no JSON", id="no channels"),
         pytest.param({**NEW, "pool-config-file": "gone"}, "--pool-config-file: the file gone cannot", id="no file"),
         pytest.param({**OLD, "pool-config-file": "p"}, "--pool-config-file: is", id="pools without a list of queues"),
         pytest.param({**NEW, "concurrency": "0"}, "--concurrency: is", id="no workers"),
