@@ -56,7 +56,7 @@ PUBSUB_LOOK_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What `inference-worker process` is told."""
+    """What `inference-worker process` is told; or, where there are no flags, `inference-worker run`."""
 
     flags: Mapping[str, str]
     environ: Mapping[str, str]
@@ -329,9 +329,13 @@ class RabbitQueues:
     def dead_letters(self) -> str:
         return f"{self.names[0]}.dead"
 
+    @property
+    def dead_letter_exchange(self) -> str:
+        return f"{self.names[0]}.dlx"
+
     def told(self, base_url: str, *, quick: bool = False, **flags: str) -> Told:
         queues = [{"queue_name": name, "igw_base_url": base_url, "result_queue_name": RESULTS} for name in self.names]
-        names = {"INFERENCE_DLX": f"{self.names[0]}.dlx", "INFERENCE_DLQ": self.dead_letters}
+        names = {"INFERENCE_DLX": self.dead_letter_exchange, "INFERENCE_DLQ": self.dead_letters}
         lease = {"CLAIM_LEASE_S": "0.5"} if quick else {}
         return Told(
             flags=_flags("rabbitmq", {"url": self.url, "queues": queues}, flags),
@@ -352,7 +356,15 @@ class RabbitQueues:
 
     async def _put(self, queue: str, request_id: str) -> None:
         message = aio_pika.Message(_own_body(request_id), delivery_mode=aio_pika.DeliveryMode.PERSISTENT)
-        await self.channel.default_exchange.publish(message, routing_key=queue, mandatory=True)
+
+        async def accepted() -> bool:
+            try:
+                await self.channel.default_exchange.publish(message, routing_key=queue, mandatory=True)
+            except aio_pika.exceptions.DeliveryError:
+                return False  # Just declared, a quorum queue may have no leader yet, and refuses.
+            return True
+
+        await eventually(accepted, within=20, what=f"the broker takes {request_id}")
 
     async def ended(self) -> int:
         return await self.redis.llen(RESULTS)
@@ -380,7 +392,7 @@ class RabbitQueues:
         """Of what workers declare."""
         for queue in queues:
             await self.channel.queue_delete(queue)
-        await self.channel.exchange_delete(f"{self.names[0]}.dlx")
+        await self.channel.exchange_delete(self.dead_letter_exchange)
 
     async def _look(self, queue: str) -> int | None:
         """How many messages are ready there; None where there is no such queue."""

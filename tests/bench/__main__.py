@@ -8,6 +8,7 @@
     python -m tests.bench saturation [--seconds 25] [--only aimd]
     python -m tests.bench pickup [--transport redis-sortedset] [--messages 1000]
     python -m tests.bench process-kills --transport redis-sortedset [--kills 1000]
+    python -m tests.bench process-kills --transport rabbitmq --command run [--kills 1000]
     python -m tests.bench process [--seconds 15] [--rates 500 1000 2000]
 
 RabbitMQ and Redis come from where the tests have them (`TEST_SERVICES`). The worker is the real process; the bare loop
@@ -194,6 +195,7 @@ def main() -> int:
     what += ["process-kills"]
     parser.add_argument("what", nargs="?", choices=what, default="all")
     parser.add_argument("--transport", choices=TRANSPORTS, default=TRANSPORTS[0], help="of pickup and process-kills")
+    parser.add_argument("--command", choices=("process", "run"), default="process", help="what process-kills kills")
     parser.add_argument("--rounds", type=int, help="default 3; streams: 9")
     parser.add_argument("--messages", type=int, default=5000)
     parser.add_argument("--in-flight", type=int, nargs="+", default=[16, 64])
@@ -204,13 +206,16 @@ def main() -> int:
     parser.add_argument("--only", default="", help="of saturation: cases with this text, or aimd")
     parser.add_argument("--rates", type=int, nargs="+", default=list(RATES))
     args = parser.parse_args()
+    if args.command == "run" and args.transport != "rabbitmq":
+        parser.error("--command run goes with --transport rabbitmq")
     rounds, args.rounds = args.rounds, args.rounds or 3
     logs.configure("warning", "console", sys.stderr)
     supply = choose(os.environ, console.print)
     try:
         servers, good = Servers(supply), True
         if args.what == "process-kills":
-            return 0 if asyncio.run(process_kills_bar(args.transport, args.kills, servers, console)) else 1
+            good = asyncio.run(process_kills_bar(args.transport, args.command, args.kills, servers, console))
+            return 0 if good else 1
         if args.what in ("pickup", "all"):
             messages, idle_s = min(args.messages, 1000), args.seconds or 30
             good &= asyncio.run(pickup_bar(args.transport, messages, idle_s, servers, console))

@@ -1,4 +1,6 @@
-"""A thousand kills of `inference-worker process` over one transport, and whether all is conserved."""
+"""A thousand kills of `inference-worker process` over one transport, or of `run`, and whether all is conserved."""
+
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import Progress
@@ -8,6 +10,8 @@ from tests.bench.servers import Servers
 from tests.every_transport import Transport
 from tests.faults.process_kills import QUEUE, WORKERS, run
 
+Command = Literal["process", "run"]
+
 FOR_EACH = 6
 """Requests for a kill."""
 
@@ -15,7 +19,9 @@ MOST_SHOWN = 20
 WITHIN_S = 600.0
 
 
-async def process_kills_bar(transport: Transport, kills: int, servers: Servers, console: Console) -> bool:
+async def process_kills_bar(
+    transport: Transport, command: Command, kills: int, servers: Servers, console: Console
+) -> bool:
     """The run, its table, and whether each request ended once and was billed once."""
     with Progress(console=console, disable=not console.is_terminal) as bar:
         killing, ending = bar.add_task("kills", total=kills), bar.add_task("ended", total=kills * FOR_EACH)
@@ -24,10 +30,11 @@ async def process_kills_bar(transport: Transport, kills: int, servers: Servers, 
             bar.update(killing, completed=killed)
             bar.update(ending, completed=ended)
 
-        async with servers.queues(transport, [QUEUE]) as queues:
+        opened = servers.queues(transport, [QUEUE]) if command == "process" else servers.sidecar()
+        async with opened as queues:
             ended = await run(queues, kills=kills, requests=kills * FOR_EACH, told=told, within=WITHIN_S)
     breaches = ended.breaches()
-    table = Table(title=f"{transport}: {kills} kills of {WORKERS} workers, by chance", show_header=False)
+    table = Table(title=f"{command}, {transport}: {ended.kills} kills of {WORKERS} workers", show_header=False)
     for row in (
         ("requests", str(len(ended.submitted))),
         ("completed", str(len(ended.completed))),

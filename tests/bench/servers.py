@@ -18,6 +18,7 @@ from tests.every_transport import (
     subscriptions,
 )
 from tests.services import Postgres, Rabbit, Redis, Supply
+from tests.sidecar_queue import SidecarQueue, sidecar_queue
 
 DB: Final = 1
 SCHEMA: Final = "bench"
@@ -56,6 +57,10 @@ class Servers:
                 return subscriptions(self.redis.at(DB), names)
             case _:
                 assert_never(transport)
+
+    def sidecar(self) -> AbstractAsyncContextManager[SidecarQueue]:
+        """The queue of `inference-worker run`, empty."""
+        return sidecar_queue(self.rabbit.url, self.redis.at(DB))
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Workers to be killed by the thousand: each a whole `inference-worker process`, forked by `nursery_process.py`."""
+"""Workers to be killed by the thousand: each a whole `inference-worker`, forked and killed by `nursery_process.py`."""
 
 import asyncio
 import json
@@ -20,20 +20,29 @@ class Nursery:
         self._process = process
         self._seed = 0
         self.alive: list[int] = []
+        self.killed = 0
+        self.fell: list[int] = []
+        """Exit codes of those that were dead before they were killed."""
 
     async def beget(self) -> None:
         """One more worker."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._seed += 1
-        self._process.stdin.write(f"{self._seed}\n".encode())
-        self.alive.append(int(await self._process.stdout.readline()))
+        self.alive.append(await self._ask(f"beget {self._seed}"))
 
-    def kill(self, pid: int) -> None:
+    async def kill(self, pid: int) -> None:
         """By SIGKILL."""
         self.alive.remove(pid)
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        code = await self._ask(f"kill {pid}")
+        if code == -signal.SIGKILL:
+            self.killed += 1
+        else:
+            self.fell.append(code)
+
+    async def _ask(self, line: str) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{line}\n".encode())
+        return int(await self._process.stdout.readline())
 
 
 @asynccontextmanager

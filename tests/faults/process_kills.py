@@ -2,7 +2,8 @@
 
 Each worker is a whole `inference-worker process` in a process of its own (`nursery.py`), and dies by SIGKILL at a
 moment drawn by chance: at its start, between a claim and its answer, between a result and its acknowledgement. A part
-of the requests fails at the model the first time, so that some are tried again.
+of the requests fails at the model the first time, so that some are tried again. The same goes for `inference-worker
+run` (`sidecar_queue.py`).
 
 A worker lives for half a second on average, so now and then a request is with three that die: it is then taken for what
 kills them, and dead-lettered. That is one end like any other.
@@ -29,7 +30,7 @@ QUEUE: Final = "kills"
 WORKERS: Final = 4
 SLOTS: Final = 4
 LATENCY_S: Final = 0.03
-AT_ONCE: Final = 20
+AT_ONCE: Final = 6
 CALLS_BETWEEN: Final = 3
 """Of the model, between two kills; a moment drawn by chance comes after them."""
 
@@ -41,6 +42,9 @@ MORE: Final = {
     "MODEL_BREAKER_FAILURES": "0",
     "CROESUS_HOST": "http://127.0.0.1:1",  # Nobody takes usage events there: all of them can be counted.
 }
+
+STEP_S: Final = 120.0
+"""How long the kills between two submissions take, at most."""
 
 ToldOf = Callable[[int, int], None]
 """Of kills and of ends so far."""
@@ -55,6 +59,8 @@ class Ended:
     repeats: bool
     """Whether what was said once may be said again."""
     kills: int
+    fell: int = 0
+    """Workers that were dead before anybody killed them."""
     failed_once: int
     """Requests that failed at the model."""
     calls: int
@@ -79,7 +85,13 @@ class Ended:
 
     def breaches(self) -> list[str]:
         """What must not be, one line each."""
-        return [*self._of_results(), *self._of_dead_letters(), *self._of_bills(), *self._of_what_is_left()]
+        return [
+            *self._of_results(),
+            *self._of_dead_letters(),
+            *self._of_bills(),
+            *self._of_what_is_left(),
+            *([f"{self.fell} workers ended by themselves"] if self.fell else []),
+        ]
 
     def _of_results(self) -> list[str]:
         results = self.found.results
@@ -156,7 +168,7 @@ async def run(
         async with nursery(replace(asked, environ={**asked.environ, **MORE})) as workers:
             ids = [f"r{number}" for number in range(requests)]
             async with asyncio.TaskGroup() as group:
-                group.create_task(_submit(queues, ids, kills * lives_s / WORKERS))
+                group.create_task(_submit(queues, ids, workers, kills))
                 group.create_task(_kill(workers, queues, model, kills, lives_s, rng, told))
             last = time.monotonic()
             with suppress(NotInTime):
@@ -166,22 +178,30 @@ async def run(
             # What the dead had in hand may have its end already; it comes again, and somebody has to acknowledge it.
             lease_s = queues.lease_again_s if failures.failed else queues.lease_s
             await asyncio.sleep(max(lease_s - (time.monotonic() - last), min(lease_s, 1.0)))
+            killed = workers.killed
+            for left in tuple(workers.alive):
+                await workers.kill(left)
         return Ended(
             submitted=frozenset(ids),
             found=await queues.found(),
             repeats=queues.repeats,
-            kills=kills,
+            kills=killed,
+            fell=len(workers.fell),
             failed_once=len(failures.failed),
             calls=len(model.requests),
             seconds=time.monotonic() - began,
         )
 
 
-async def _submit(queues: Queues, ids: list[str], over_s: float) -> None:
-    """Some at a time, over the time of the kills."""
+async def _submit(queues: Queues, ids: list[str], workers: Nursery, kills: int) -> None:
+    """Some at a time, as fast as workers are killed, so that the last ones have something to do as well."""
     for start in range(0, len(ids), AT_ONCE):
+
+        def due(so_many: float = kills * start / len(ids)) -> bool:
+            return workers.killed + len(workers.fell) >= so_many
+
+        await eventually(due, within=STEP_S, every=0.01, what="more kills")
         await queues.put(QUEUE, ids[start : start + AT_ONCE])
-        await asyncio.sleep(over_s * 0.9 / (len(ids) / AT_ONCE))
 
 
 async def _kill(
@@ -205,7 +225,7 @@ async def _kill(
         with suppress(NotInTime):
             await eventually(at_work, within=PATIENCE_S, every=0.005, what="work between kills")
         await asyncio.sleep(rng.expovariate(WORKERS / lives_s))
-        workers.kill(rng.choice(workers.alive))
+        await workers.kill(rng.choice(workers.alive))
         await workers.beget()
         if kill % 10 == 0:
             told(kill, await queues.ended())

@@ -23,6 +23,7 @@ WELL = Ended(
     found=Found(results=SAID, dead=Counter(["poison"]), billed=BILLED, left={"the queue": 0}),
     repeats=False,
     kills=1,
+    fell=0,
     failed_once=0,
     calls=3,
     seconds=1.0,
@@ -68,6 +69,7 @@ def test_all_is_well_where_each_request_has_one_end_and_one_bill() -> None:
         pytest.param(
             but(billed=(*BILLED, ("e3", "poison"))), ["poison is billed, and was not completed"], id="a wrong bill"
         ),
+        pytest.param(replace(WELL, fell=1), ["1 workers ended by themselves"], id="a worker that fell"),
         pytest.param(but(left={"the queue": 2, "another": 0}), ["2 left in the queue"], id="something is left"),
     ],
 )
