@@ -120,8 +120,6 @@ class Outcome:
     failed: int = 0
     skipped: int = 0
     seconds: float = 0.0
-    missing: str = ""
-    """Why nothing was run."""
 
 
 def versions(

@@ -42,7 +42,7 @@ from inference_worker.llmd_messages import to_request, with_payload
 from inference_worker.messages import ErrorCode, KnownReply, Reply, decode, encode_reply, known_reply
 from inference_worker.metrics import WorkerMetrics
 from inference_worker.ports import Backlog, Delivery, ResultStore
-from inference_worker.redis_scripts import Address, ClusterCommands, RedisCommands, RedisLink, RedisTls
+from inference_worker.redis_scripts import Address, ClusterCommands, RedisCommands, RedisLink, RedisTls, Script
 from inference_worker.results.redis import DEAD_NOTE_TTL_S, claim_key, result_key
 from inference_worker.settling import death_note, release, settle_late
 from inference_worker.timing import ended, first_of, quietly, stopped_within
@@ -277,12 +277,7 @@ class SortedSetTransport:
     async def begin(self) -> None:
         """Find out whether the scripts may do what they do."""
         # Where they may not be loaded, they are sent when they are needed.
-        await asyncio.gather(
-            *(
-                quietly(self._link.do("SCRIPT", "LOAD", script.source), LOAD_S, StoreUnavailable)
-                for script in SORTED_SET_SCRIPTS
-            )
-        )
+        await asyncio.gather(*(self._load(script) for script in SORTED_SET_SCRIPTS))
         try:
             await self._see_the_list()
             await self._take(0)
@@ -301,6 +296,9 @@ class SortedSetTransport:
         ]
         if not self._sets.stays:
             self._tasks.append(asyncio.create_task(self._heed_the_servers(), name="sorted set servers"))
+
+    async def _load(self, script: Script) -> None:
+        await quietly(self._link.do("SCRIPT", "LOAD", script.source), LOAD_S, StoreUnavailable)
 
     async def _see_the_list(self) -> None:
         """Raises TransportLost: where results are to go is something else, and none of them could be sent."""

@@ -34,7 +34,7 @@ from inference_worker.job_records import record_key
 from inference_worker.messages import KnownReply, encode_reply, known_reply
 from inference_worker.metrics import WorkerMetrics
 from inference_worker.ports import Backlog, Delivery, ResultStore
-from inference_worker.redis_scripts import Argument, RedisLink, RedisTls
+from inference_worker.redis_scripts import Argument, RedisLink, RedisTls, Script
 from inference_worker.results.redis import DEAD_NOTE_TTL_S, claim_key, result_key
 from inference_worker.settling import death_note, settle_late
 from inference_worker.timing import ended, first_of, quietly, stopped_within
@@ -178,12 +178,7 @@ class StreamTransport:
     async def begin(self) -> None:
         """Have the group, and find out whether the scripts may do what they do."""
         # Where they may not be loaded, they are sent when they are needed.
-        await asyncio.gather(
-            *(
-                quietly(self._link.do("SCRIPT", "LOAD", script.source), LOAD_S, StoreUnavailable)
-                for script in STREAM_SCRIPTS
-            )
-        )
+        await asyncio.gather(*(self._load(script) for script in STREAM_SCRIPTS))
         await self._create_group()
         try:
             await self._take(0)
@@ -204,6 +199,9 @@ class StreamTransport:
             await ended(task)
         leaving = self._link.run(LEAVE, [self._names.stream], self._names.group, self.consumer, RETURNED, BACK_IDLE_MS)
         await quietly(leaving, CLOSE_S, StoreUnavailable)
+
+    async def _load(self, script: Script) -> None:
+        await quietly(self._link.do("SCRIPT", "LOAD", script.source), LOAD_S, StoreUnavailable)
 
     async def _create_group(self) -> None:
         """From the first entry on: what was sent before the first worker came is to be done, too."""

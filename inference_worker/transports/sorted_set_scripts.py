@@ -22,6 +22,8 @@ PUSHED: Final = b',"pushed":true}'
 
 BOOK: Final = """
 -- KEYS of every script: 1 queue, 2 claimed, 3 owners, 4 index, 5 notes, 6 delayed, 7 retries of all queues, 8 dead
+-- Before anything is written: Redis before 7.0 does not say what a user may.
+if not redis.acl_check_cmd then return redis.error_reply('ERR queues need Redis 7.0 or newer, or Valkey') end
 local function seconds()
   local t = redis.call('TIME')
   return tonumber(t[1]) + tonumber(t[2]) / 1000000

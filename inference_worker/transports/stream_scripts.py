@@ -25,6 +25,8 @@ end
 
 ENTRIES: Final = (
     """
+-- Before anything is written: Redis before 7.0 does not say what a user may, and keeps what is gone as pending.
+if not redis.acl_check_cmd then return redis.error_reply('ERR queues need Redis 7.0 or newer, or Valkey') end
 -- What is pending; nothing is where there is no group. Any other failure must not be taken for that.
 local function pending(stream, group, ...)
   local rows = redis.pcall('XPENDING', stream, group, ...)

@@ -240,6 +240,7 @@ async def test_letters_of_another_deployment_are_left_alone_unless_all_are_meant
     assert [json.loads(one.body)["request_id"] for one in await broker.take(w.dlq)] == ["theirs"]
 
 
+@pytest.mark.timeout(300)  # Half a minute by itself: some twenty thousand letters are taken and given back.
 async def test_more_than_a_thousand_letters_are_listed_many_times_and_none_is_lost(
     running_worker: RunningWorker, rabbitmq_url: str
 ) -> None:
