@@ -26,6 +26,7 @@ from inference_worker.config.documents import (
 )
 from inference_worker.config.parts import CROESUS
 from inference_worker.errors import ConfigurationError
+from inference_worker.faults import Thrown, as_exceptions
 from inference_worker.gates.parameters import GateSpec, Parameters, shown
 from inference_worker.ports import Gate, ResultStore
 from inference_worker.redis_scripts import RedisLink
@@ -241,15 +242,17 @@ class Extensions:
         found = several[0]
         said = f"{place}: the {kind} {shown(name)} of {found}"
         try:
-            factory = self._factories.get(found) or found.load()
+            with as_exceptions():
+                factory = self._factories.get(found) or found.load()
         except Exception as exc:  # noqa: BLE001  # Whatever a package does when it is imported, the others are fine.
             problems.append(f"{said} cannot be imported: {_told(exc)}; {accepted}")
             return None
         self._factories[found] = factory
         self.used[found] = None
         try:
-            made = factory(parts)
-            missing = [method for method in METHODS[kind] if not callable(getattr(made, method, None))]
+            with as_exceptions():
+                made = factory(parts)
+                missing = [method for method in METHODS[kind] if not callable(getattr(made, method, None))]
         except ConfigurationError as exc:
             problems.extend(exc.problems)
             return None
@@ -269,4 +272,5 @@ class Extensions:
 
 
 def _told(exc: Exception) -> str:
-    return f"{type(exc).__name__}: {exc}"[:LONGEST_SAID]
+    said = str(exc) if isinstance(exc, Thrown) else f"{type(exc).__name__}: {exc}"
+    return said[:LONGEST_SAID]

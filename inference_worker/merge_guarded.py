@@ -12,6 +12,7 @@ from typing import Final, Generic, TypeVar
 
 import structlog
 
+from inference_worker.faults import as_exceptions
 from inference_worker.merge import PER_LANE, MergePolicy, RandomRobin
 
 T = TypeVar("T")
@@ -91,7 +92,8 @@ class GuardedPolicy(Generic[T]):
     def _asked(self, ask: Callable[[], Said]) -> Said | None:
         """What the policy says; None where it failed, and another one has taken its place."""
         try:
-            return ask()
+            with as_exceptions():
+                return ask()
         except Exception as exc:
             if self.failed:
                 raise  # The fault is not the extension's.

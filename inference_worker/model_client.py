@@ -129,7 +129,8 @@ class HttpModelClient:
                 group.create_task(self._warm_one())
 
     async def _warm_one(self) -> None:
-        with suppress(aiohttp.ClientError, OSError, TimeoutError):
+        # RuntimeError: the client was closed meanwhile, since nobody names its gateway any more.
+        with suppress(aiohttp.ClientError, OSError, TimeoutError, RuntimeError):
             async with asyncio.timeout(WARM_S):
                 response = await self._session.get(self._base_url() + self._health_path, allow_redirects=False)
                 try:

@@ -21,6 +21,9 @@ log = structlog.get_logger(__name__)
 AGAIN_S: Final = 10.0
 """When what could not be applied is tried again, where nobody looks now and then."""
 
+LONGEST_SAID: Final = 200
+"""Characters of what an exception says."""
+
 Documents = Callable[[ReadFile], ProcessDocuments]
 """Reads and checks the documents; raises ConfigurationError with all that is wrong."""
 Apply = Callable[[ProcessDocuments], Awaitable[Sequence[str]]]
@@ -110,3 +113,7 @@ class Reloading:
             return self._documents(files), []
         except ConfigurationError as exc:
             return None, list(exc.problems)
+        except Exception as exc:
+            # A fault of ours with what is written there is no reason to end what runs.
+            log.exception("the documents could not be read")
+            return None, [f"{type(exc).__name__}: {exc}"[:LONGEST_SAID]]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from inference_worker.errors import SinkUnavailable
+from inference_worker.faults import as_exceptions
 from inference_worker.ports import BillingSink, Delivered, Refused
 
 ANSWER_S: Final = 10.0
@@ -25,7 +26,8 @@ class GuardedSink:
         """See `ports.BillingSink`."""
         try:
             async with asyncio.timeout(ANSWER_S):
-                answer = await self._sink.send(events)
+                with as_exceptions():
+                    answer = await self._sink.send(events)
         except SinkUnavailable:
             raise
         except TimeoutError as exc:

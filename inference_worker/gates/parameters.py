@@ -21,6 +21,8 @@ LONGEST_SHOWN: Final = 60
 GATE_KEYS: Final = ("gate_type", "gate_params")
 DURATION: Final = 'a duration such as "500ms", "90s" or "1m30s"'
 
+_USER: Final = re.compile(r'://[^\s"]*@')
+
 _UNITS_S: Final = {
     "ns": Decimal("1e-9"),
     "us": Decimal("1e-6"),
@@ -276,12 +278,13 @@ def gate_spec(given: object, where: str, problems: list[str]) -> GateSpec | None
 
 
 def shown(value: object) -> str:
-    """A value as JSON, cut short."""
+    """A value as JSON, cut short, and a URL in it without its user: what stands in a wrong place may be a secret."""
     try:
         # Half a character, which JSON can name, could not be printed.
         text = json.dumps(value, ensure_ascii=False, default=repr).encode(errors="backslashreplace").decode()
     except RecursionError:  # It could be read, with fewer calls around it.
         return "nested too deep"
+    text = _USER.sub("://***@", text)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
 
 

@@ -48,7 +48,7 @@ class GcsUriMultipart:
             return Unfit(f"{ADDRESS} expires {early}, not after the request's deadline {_shown(request.deadline)}")
         return None
 
-    def apply(self, request: InferenceRequest) -> Body | None:
+    def apply(self, request: InferenceRequest) -> Body | Unfit | None:
         """The form: the address as `url`, the other members as fields."""
         if request.metadata.get(PROVIDER) not in self._providers:
             return None

@@ -6,12 +6,14 @@ Not here: what a transport promises (`ports.Transport`), which it is asked for a
 import asyncio
 from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import Final
+from types import UnionType
+from typing import Final, TypeVar
 
 import structlog
 
 from inference_worker.disposition import Disposition, Settlement
 from inference_worker.errors import TransportLost
+from inference_worker.faults import as_exceptions
 from inference_worker.ports import Backlog, Connect, Delivery, Transport
 from inference_worker.timing import ended
 
@@ -29,7 +31,10 @@ def guarded(connect: Connect, name: str) -> Connect:
             session = connect()
             inner = await session.__aenter__()
         try:
-            if missing := [method for method in METHODS if not callable(getattr(inner, method, None))]:
+            missing = [method for method in METHODS if not callable(getattr(inner, method, None))]
+            if not isinstance(getattr(inner, "lost", None), asyncio.Event):
+                missing.append("lost")
+            if missing:
                 raise TransportLost(f"the transport {name} has no {', '.join(missing)}")
             transport = GuardedTransport(inner, name)
             watching = asyncio.create_task(transport.watch(), name=f"the connection of {name}")
@@ -39,7 +44,8 @@ def guarded(connect: Connect, name: str) -> Connect:
                 await ended(watching)
         finally:
             try:
-                await session.__aexit__(None, None, None)
+                with as_exceptions():
+                    await session.__aexit__(None, None, None)
             except Exception:
                 log.exception("a connection could not be closed", transport=name)
 
@@ -86,13 +92,13 @@ class GuardedTransport:
     async def receive(self) -> Delivery:
         """See `ports.Transport`."""
         with self._whole("receive"):
-            return await self._inner.receive()
+            return _a(await self._inner.receive(), Delivery)
 
     async def settle(self, delivery: Delivery, disposition: Disposition) -> Settlement:
         """See `ports.Transport`."""
         # Also after a fault: until the connection is closed, what it has handed up may be settled.
         with self._whole("settle", on=True):
-            return await self._inner.settle(delivery, disposition)
+            return _a(await self._inner.settle(delivery, disposition), Settlement)
 
     async def extend(self, delivery: Delivery) -> None:
         """See `ports.Transport`."""
@@ -109,7 +115,7 @@ class GuardedTransport:
     async def backlog(self) -> Backlog:
         """See `ports.Transport`."""
         with self._whole("count"):
-            return await self._inner.backlog()
+            return _a(await self._inner.backlog(), Backlog)
 
     @contextmanager
     def _whole(self, what: str, *, on: bool = False) -> Generator[None]:
@@ -128,10 +134,21 @@ class GuardedTransport:
             raise
 
 
+Said = TypeVar("Said")
+
+
+def _a(said: Said, kind: type | UnionType) -> Said:
+    # Taken for none at all, a delivery that is none would be asked for again, and again, and nobody else have a turn.
+    if not isinstance(said, kind):
+        raise TypeError(f"it returns a {type(said).__name__}")
+    return said
+
+
 @contextmanager
 def _lost_by(name: str, what: str) -> Generator[None]:
     try:
-        yield
+        with as_exceptions():
+            yield
     except TransportLost:
         raise
     except Exception as exc:

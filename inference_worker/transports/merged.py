@@ -209,23 +209,29 @@ class MergedTransport:
 
     async def first_connection(self) -> None:
         """Wait for one; a queue that hangs is not waited for once another has connected."""
-        waits = [asyncio.create_task(feed.tried.wait()) for feed in self._feeds.values()]
         try:
             async with asyncio.timeout(FIRST_TRY_S):
-                for wait in asyncio.as_completed(waits):
-                    await wait
-                    if self._connected:
-                        return
+                # Meanwhile others may have taken their place, who were not tried yet.
+                while not self._connected and (untried := [f for f in self._feeds.values() if not f.tried.is_set()]):
+                    await self._tried(untried)
         except TimeoutError:
             pass
-        finally:
-            for task in waits:
-                task.cancel()
-            if waits:
-                await asyncio.wait(waits)
         if not self._connected:
             reasons = self.reasons().items()
             raise TransportLost("; ".join(f"queue {name}: {reason}" for name, reason in reasons))
+
+    async def _tried(self, feeds: Sequence[Feed]) -> None:
+        """Wait until one of all is connected, or each of these was tried."""
+        waits = [asyncio.create_task(feed.tried.wait()) for feed in feeds]
+        try:
+            for wait in asyncio.as_completed(waits):
+                await wait
+                if self._connected:
+                    return
+        finally:
+            for task in waits:
+                task.cancel()
+            await asyncio.wait(waits)
 
     @property
     def _connected(self) -> bool:

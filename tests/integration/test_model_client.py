@@ -574,6 +574,7 @@ async def test_warming_never_fails(answer: Callable[[asyncio.StreamWriter], Awai
     assert 16 <= server.connections <= 32, "a GET may be tried twice"
     async with client("http://nobody.invalid") as model:
         await model.warm(1)
+    await model.warm(1)  # Closed meanwhile: nobody names the gateway any more.
 
 
 # ---------------------------------------------------------------- streams

@@ -49,11 +49,11 @@ PROTOCOLS: Mapping[PartKind, type] = {
 Factory = Callable[[Any], object]
 
 
-def offers(kind: PartKind, name: str, make: Factory | Exception, package: str = "iw-other") -> Extension:
+def offers(kind: PartKind, name: str, make: Factory | BaseException, package: str = "iw-other") -> Extension:
     """A part that a package offers, or one that cannot be imported."""
 
     def load_it() -> Callable[[Parts], object]:
-        if isinstance(make, Exception):
+        if isinstance(make, BaseException):
             raise make
         return make
 
@@ -71,6 +71,10 @@ def open_gate(parts: GateParts) -> Constant:
 
 def refuses(parts: Parts) -> object:
     raise ConfigurationError(("this machine has no such thing",))
+
+
+def ends(parts: Parts) -> object:
+    raise SystemExit(3)
 
 
 def breaks(parts: Parts) -> object:
@@ -192,6 +196,16 @@ def test_one_that_cannot_be_made_is_a_problem_that_names_its_package(
     (problem,) = wrong(among(offers(kind, "mine", breaks)), **named)
 
     assert problem.startswith(f'{place}: the {kind} "mine" of iw-other 1.2.3 cannot be made: LookupError: oh; accepted')
+
+
+@OF_EACH_KIND
+def test_one_that_would_end_the_process_is_a_problem(kind: PartKind, named: dict[str, Any], place: str) -> None:
+    (at_import,) = wrong(among(offers(kind, "mine", SystemExit("needs a newer Python"))), **named)
+    (when_made,) = wrong(among(offers(kind, "mine", ends)), **named)
+
+    said = f'{place}: the {kind} "mine" of iw-other 1.2.3 cannot be'
+    assert at_import.startswith(f"{said} imported: SystemExit: needs a newer Python; accepted: ")
+    assert when_made.startswith(f"{said} made: SystemExit: 3; accepted: ")
 
 
 @OF_EACH_KIND

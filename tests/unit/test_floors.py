@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2] / "inference_worker"
 # Lowest first. Files of one line share a floor and may not import each other, those of one package apart, which may but
 # in no circle. A new file is added to a line that stands below all that it imports.
 FLOORS = (
-    "errors timing lanes",  # F0
+    "errors faults timing lanes",  # F0
     "gates.parameters merge stamping messages",  # F1
     "event_stream llmd_messages",
     "llmd_results llmd_renewed retry_ladder",

@@ -178,6 +178,14 @@ def test_a_text_that_is_none_is_not_shown_for_it_may_hold_a_secret() -> None:
     assert params.problems == [f"{HERE}.address: is an object; accepted: a text"]
 
 
+def test_an_url_in_a_wrong_place_is_shown_without_its_password() -> None:
+    params = of(limit="redis://me:hunter2@host/0")
+    params.whole("limit")
+
+    (problem,) = params.problems
+    assert problem.startswith(f'{HERE}.limit: is "redis://***@host/0"; accepted: ')
+
+
 def test_an_empty_text_can_switch_off() -> None:
     assert of(h="").text_or_off("h", "x-h") == ""
     assert of().text_or_off("h", "x-h") == "x-h"

@@ -10,9 +10,10 @@ import pytest
 
 from inference_worker.billing.guarded import ANSWER_S, GuardedSink
 from inference_worker.disposition import Ack, Settled
-from inference_worker.errors import GateFailed, SinkUnavailable, TransportLost
+from inference_worker.errors import BadResponse, GateFailed, SinkUnavailable, TransportLost
 from inference_worker.gates.basic import Constant
 from inference_worker.gates.guarded import AGAIN_S, GuardedGate
+from inference_worker.gates.waiting import outlast
 from inference_worker.merge import RandomRobin, TierPriority
 from inference_worker.merge_guarded import GuardedPolicy
 from inference_worker.messages import InferenceRequest
@@ -39,9 +40,11 @@ class Faulty:
         if name not in self.broken:
             return getattr(self._inner, name)
         said = self.broken[name]
+        if name == "lost":
+            return said
 
         def answer(*_: object, **__: object) -> Any:
-            if isinstance(said, Exception):
+            if isinstance(said, BaseException):
                 raise said
             return said() if callable(said) else said
 
@@ -51,7 +54,7 @@ class Faulty:
         return len(self._inner)  # type: ignore[arg-type]  # Of policies alone.
 
 
-def fails(exc: Exception) -> Callable[[], Any]:
+def fails(exc: BaseException) -> Callable[[], Any]:
     async def fail() -> None:
         raise exc
 
@@ -68,7 +71,7 @@ def says(value: object) -> Callable[[], Any]:
 # ---------------------------------------------------------------- gates
 
 
-@pytest.mark.parametrize("said", [LookupError(), None, "much", float("nan")])
+@pytest.mark.parametrize("said", [LookupError(), SystemExit(1), None, "much", float("nan")])
 def test_a_gate_that_cannot_say_its_budget_counts_as_closed(said: object) -> None:
     faulty = Faulty(Constant(), budget=said)
     gate = GuardedGate(faulty, "g")
@@ -83,7 +86,21 @@ def test_a_budget_is_a_part(said: object, is_: float) -> None:
     assert GuardedGate(Faulty(Constant(), budget=said), "g").budget() == is_
 
 
-@pytest.mark.parametrize("admit", [fails(LookupError()), fails(GateFailed("no")), says(True), says(None), lambda: True])
+@pytest.mark.parametrize(
+    "admit",
+    [
+        pytest.param(fails(LookupError()), id="it fails"),
+        pytest.param(fails(GateFailed("no")), id="it says that it has failed"),
+        pytest.param(fails(SystemExit(1)), id="it would end the process"),
+        pytest.param(fails(asyncio.CancelledError()), id="a cancellation of its own"),
+        pytest.param(says(True), id="no verdict"),
+        pytest.param(says(None), id="nothing"),
+        pytest.param(lambda: True, id="nothing to wait for"),
+        pytest.param(says(Admitted(permits=None)), id="no permits"),  # type: ignore[arg-type]
+        pytest.param(says(Admitted(permits=(1,))), id="permits that are none"),  # type: ignore[arg-type]
+        pytest.param(says(Parked(within_s="soon")), id="a wait that is no number"),  # type: ignore[arg-type]
+    ],
+)
 async def test_a_gate_that_fails_or_says_no_verdict_has_failed(admit: Callable[[], Any]) -> None:
     with pytest.raises(GateFailed):
         await GuardedGate(Faulty(Constant(), admit=admit), "g").admit(ASKED)
@@ -115,6 +132,34 @@ async def test_a_gate_that_lets_wait_is_left_to_it() -> None:
     await GuardedGate(Faulty(Constant(), run=fails(LookupError())), "g").run(until)
 
 
+async def test_who_asks_a_gate_can_be_cancelled_all_the_same() -> None:
+    asking = asyncio.create_task(GuardedGate(Faulty(Constant(), admit=asyncio.Event().wait), "g").admit(ASKED))
+    await asyncio.sleep(1)
+
+    asking.cancel()
+
+    await asyncio.wait([asking])
+    assert asking.cancelled()
+
+
+@pytest.mark.parametrize("within_s", [0.0, -3.0, float("nan"), 0.3])
+async def test_a_gate_that_says_at_once_or_that_it_has_changed_already_is_not_asked_in_a_circle(
+    within_s: float,
+) -> None:
+    changed, loop = asyncio.Event(), asyncio.get_running_loop()
+    changed.set()
+    asks: list[float] = []
+
+    async def admit() -> Parked:
+        asks.append(loop.time())
+        assert len(asks) < 1000, "in a circle"
+        return Parked(within_s=within_s, changed=changed)
+
+    await outlast(GuardedGate(Faulty(Constant(), admit=admit), "g"), ASKED, loop.time() + 5, random.Random(1))
+
+    assert 2 < len(asks) < 50
+
+
 async def test_readings_are_kept_fresh_again_after_a_fault() -> None:
     began: list[float] = []
     loop, until = asyncio.get_running_loop(), asyncio.Event()
@@ -122,7 +167,7 @@ async def test_readings_are_kept_fresh_again_after_a_fault() -> None:
     async def run() -> None:
         began.append(loop.time())
         if len(began) < 3:
-            raise LookupError
+            raise (LookupError, SystemExit)[len(began) - 1]
         await until.wait()
 
     gate = GuardedGate(Faulty(Constant(), run=run, closes_at=LookupError()), "g")
@@ -140,6 +185,7 @@ async def test_readings_are_kept_fresh_again_after_a_fault() -> None:
 BROKEN: Sequence[Any] = [
     pytest.param({"put": LookupError()}, id="put fails"),
     pytest.param({"pop": LookupError()}, id="pop fails"),
+    pytest.param({"pop": SystemExit(1)}, id="pop would end the process"),
     pytest.param({"room": LookupError()}, id="room fails"),
     pytest.param({"room": "plenty"}, id="room is no number"),
     pytest.param({"sizes": LookupError()}, id="sizes fail"),
@@ -272,13 +318,21 @@ class TestGuardedTransport(TransportContract):
             ("consuming", lambda transport: transport.consuming(1).__aenter__()),
         ],
     )
+    @pytest.mark.parametrize(
+        "fault",
+        [
+            pytest.param(LookupError(), id="an exception"),
+            pytest.param(SystemExit(1), id="it would end the process"),
+            pytest.param(asyncio.CancelledError(), id="a cancellation of its own"),
+        ],
+    )
     async def test_a_fault_of_any_method_is_a_lost_connection(
-        self, harness: GuardedHarness, method: str, call: Callable[[Transport], Any]
+        self, harness: GuardedHarness, method: str, call: Callable[[Transport], Any], fault: object
     ) -> None:
         @asynccontextmanager
         async def connect() -> AsyncGenerator[Any, None]:
             async with harness.broker.connect() as inner:
-                yield Faulty(inner, **{method: LookupError()})
+                yield Faulty(inner, **{method: fault})
 
         async with guarded(connect, "t")() as transport:
             with pytest.raises(TransportLost):
@@ -292,13 +346,49 @@ class TestGuardedTransport(TransportContract):
         async def nothing() -> AsyncGenerator[Any, None]:
             yield object()
 
+        @asynccontextmanager
+        async def never_lost() -> AsyncGenerator[Any, None]:
+            async with harness.broker.connect() as inner:
+                yield Faulty(inner, lost=False)
+
         def broken() -> Any:
             raise LookupError
 
-        for connect, why in ((broken, "could not be opened: LookupError"), (nothing, "has no consuming, set_limit")):
+        def ends() -> Any:
+            raise SystemExit(1)
+
+        for connect, why in (
+            (broken, "could not be opened: LookupError"),
+            (ends, "could not be opened: Thrown"),
+            (nothing, "has no consuming, set_limit"),
+            (never_lost, "has no lost"),
+        ):
             with pytest.raises(TransportLost, match=why):
                 async with guarded(connect, "t")():
                     pass
+
+    @pytest.mark.parametrize(
+        ("method", "call"),
+        [
+            ("receive", lambda transport: transport.receive()),
+            ("settle", lambda transport: transport.settle(None, Ack())),
+            ("backlog", lambda transport: transport.backlog()),
+        ],
+    )
+    async def test_an_answer_that_is_none_is_a_lost_connection(
+        self, harness: GuardedHarness, method: str, call: Callable[[Transport], Any]
+    ) -> None:
+        """A queue that hands up nothing, and at once, would be asked for ever, and all others stand still."""
+
+        @asynccontextmanager
+        async def connect() -> AsyncGenerator[Any, None]:
+            async with harness.broker.connect() as inner:
+                yield Faulty(inner, **{method: says(None)})
+
+        async with guarded(connect, "t")() as transport:
+            with pytest.raises(TransportLost, match="TypeError"):
+                await call(transport)
+            assert transport.lost.is_set()
 
     async def test_a_delivery_that_is_lost_alone_ends_no_connection(self, harness: GuardedHarness) -> None:
         await harness.publish(request("a"))
@@ -348,6 +438,29 @@ def test_a_transform_that_returns_something_else_ends_its_request_and_nothing_is
         assert said.reason.endswith("the transform t failed: TypeError")
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param(Body(content="text"), id="a text"),  # type: ignore[arg-type]
+        pytest.param(Body(content=b"x", content_type="a/b\r\nX-Other: y"), id="a header inside"),
+        pytest.param(Body(content=b"x", content_type=b"a/b"), id="a type that is no text"),  # type: ignore[arg-type]
+        pytest.param(SystemExit(1), id="it would end the process"),
+    ],
+)
+def test_a_body_that_cannot_be_sent_ends_its_request(said: object) -> None:
+    made = Transforms(requests={"t": GuardedBodyTransform(Faulty(None, apply=said))}).body(REQUEST)
+
+    assert isinstance(made, Unfit)
+    assert "the transform t failed: " in made.reason
+
+
+def test_a_transform_of_answers_cannot_end_the_process() -> None:
+    faulty = GuardedAnswerTransform(Faulty(None, apply=SystemExit(1)))
+
+    with pytest.raises(BadResponse, match="the transform t failed: Thrown"):
+        Transforms(answers={"t": faulty}).answer(REQUEST, b"{}")
+
+
 def test_transforms_that_return_what_they_may_are_left_to_it() -> None:
     body = Body(content=b"x")
 
@@ -362,7 +475,7 @@ def test_transforms_that_return_what_they_may_are_left_to_it() -> None:
 # ---------------------------------------------------------------- billing sinks
 
 
-@pytest.mark.parametrize("send", [fails(LookupError()), fails(SinkUnavailable("no")), says(None), says(True)])
+@pytest.mark.parametrize("send", [fails(LookupError()), fails(SinkUnavailable("no")), fails(SystemExit(1)), says(None)])
 async def test_a_sink_that_fails_or_says_nothing_is_tried_again(send: Callable[[], Any]) -> None:
     with pytest.raises(SinkUnavailable):
         await GuardedSink(Faulty(None, send=send), "s").send([b"{}"])

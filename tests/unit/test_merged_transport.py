@@ -945,6 +945,43 @@ async def test_a_queue_that_cannot_even_be_connected_to_holds_up_no_other() -> N
                 pass
 
 
+async def test_a_session_whose_queues_become_others_while_it_opens_opens_with_those() -> None:
+    """Else a reload at that moment looks like a broker that is away, and costs the pool a pause."""
+    opening = asyncio.Event()
+
+    @asynccontextmanager
+    async def hangs() -> AsyncGenerator[Transport, None]:
+        opening.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+        yield
+
+    system = System(names=["one"])
+    await system.put("one", request("a"))
+    queues = MergedQueues(
+        [Source(name="slow", connect=hangs)],
+        lambda: RandomRobin(random.Random(1)),
+        now=time.time,
+        rng=random.Random(1),
+        replica_id="r",
+    )
+
+    @asynccontextmanager
+    async def slowly() -> AsyncGenerator[Transport, None]:
+        await asyncio.sleep(0.05)
+        async with system.brokers["one"].connect() as transport:
+            yield transport
+
+    async def change() -> None:
+        await opening.wait()
+        queues.change([Source(name="one", connect=slowly)], tier_label="tier")
+
+    changing = asyncio.create_task(change())
+    async with queues.connect() as transport, transport.consuming(1):
+        assert id_of(await take(transport)) == "a"
+    await changing
+
+
 async def test_a_connection_that_fails_to_close_does_not_keep_the_session_open() -> None:
     system = System(names=["one"])
 

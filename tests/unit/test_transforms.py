@@ -151,7 +151,7 @@ async def test_the_form_has_the_address_and_the_other_members_as_fields_case_286
 
     body = GCS.apply(request(payload, metadata=WHISPER))
 
-    assert body is not None
+    assert isinstance(body, Body)
     assert body.content_type is not None
     assert body.content_type.startswith("multipart/form-data; boundary=")
     assert await fields_of(body) == {
@@ -321,6 +321,26 @@ def test_a_file_that_cannot_be_sent_is_refused(payload: object, said: str) -> No
 
     assert isinstance(refused, Unfit)
     assert said in refused.reason
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({"a" * 20_000 + "[]": [0] * 200}, id="a long name, many times"),
+        pytest.param({"a[]": [0] * 5_000}, id="many items"),
+        pytest.param({f"a{number}": 0 for number in range(5_000)}, id="many members"),
+    ],
+)
+def test_a_form_that_would_be_many_times_its_payload_is_refused(more: Mapping[str, object]) -> None:
+    """Each item of a list costs a head with the whole name: a message of some megabytes would take all memory."""
+    signed = request({"gcs_uri": "https://x/y", **more}, metadata={"provider": "gcs"})
+
+    for refused in (
+        Multipart().apply(request({"file_base64": FILE, **more})),
+        GcsUriMultipart(["gcs"]).apply(signed) if "a[]" not in more else Unfit("a form has at most"),
+    ):
+        assert isinstance(refused, Unfit)
+        assert "a form has at most" in refused.reason
 
 
 def test_a_stream_is_refused_before_anything_is_taken_for_it() -> None:
