@@ -9,7 +9,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Collection, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -28,7 +28,7 @@ from tests.faults.model import FakeModel
 from tests.faults.processes import WorkerProcess
 from tests.faults.sinks import BillingServer, MetricServer
 from tests.services import free_port
-from tests.waiting import eventually
+from tests.waiting import NotInTime, eventually
 from tests.worker_env import worker_env
 
 STOP_S = 13.0
@@ -245,6 +245,11 @@ class System:
 
     async def evidence(self) -> Evidence:
         """What is where, while no worker runs."""
+        if self.watcher is not None:
+            # What was published may still be on its way to us; what was not is found out by the check.
+            stored = await conservation.results(self.redis, self.submitted)
+            with suppress(NotInTime):
+                await self.watcher.ended(stored, within=3)
         return await conservation.collect(
             self.submitted,
             redis=self.redis,
