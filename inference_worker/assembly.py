@@ -36,7 +36,6 @@ from inference_worker.ports import Connect, Fleet, Health, ModelClient, Outbox, 
 from inference_worker.scraping import Gpu, ModelLoad, NotRead, scrape_gpus, scrape_model
 from inference_worker.timing import ByteBudget, first_of
 from inference_worker.tracing import PASSING_ON
-from inference_worker.transforms.model_name import asked_text
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -152,17 +151,20 @@ class Worker:
         page: Page | None = None,
         beside: Sequence[Beside] = (),
         asks_health: bool = True,
+        billed_model: Callable[[InferenceRequest], str] | None = None,
         infer_timeout_s: float | None = None,
         grace_s: float | None = None,
     ) -> None:
         """`asks_health` is off where there is no one model whose health could be asked. `metrics` are those of what the
-        pools share; without them, of the first pool.
+        pools share; without them, of the first pool. `billed_model` names the model of usage events, where there are
+        several of them.
         """
         self._settings = settings
         self._outside = outside
         self._stores = stores
         self._tls: ssl.SSLContext | bool = tls if tls is not None else True
         self.metrics = pools[0].metrics if metrics is None else metrics
+        self._billed_model = billed_model
         self._tracer = tracer
         self._budget = budget
         self._beside = beside
@@ -460,9 +462,8 @@ class Worker:
         if not self._settings.billing.on:
             return None
         identity = self._settings.identity
-        if not self._page.one_model:
-            # The caller's name, not the one inside: it is the caller's usage.
-            request = replace(request, model=asked_text(request))
+        if self._billed_model is not None:
+            request = replace(request, model=self._billed_model(request))
         return usage_event(
             request,
             reply,

@@ -53,6 +53,7 @@ from inference_worker.redis_scripts import RedisLink
 from inference_worker.routed_model import RoutedModel
 from inference_worker.timing import ByteBudget
 from inference_worker.transforms.making import transforms_of
+from inference_worker.transforms.model_name import asked_text
 from inference_worker.transforms.shaping import Shaping
 
 if TYPE_CHECKING:
@@ -214,6 +215,7 @@ async def process(setup: ProcessSetup, outside: Outside) -> AsyncGenerator[Proce
             ),
             beside=[pools.alongside.run, reloading.run],
             asks_health=False,
+            billed_model=asked_text,  # The caller's name, not the one inside: it is the caller's usage.
             infer_timeout_s=setup.flags.request_timeout_s,
             grace_s=setup.flags.drain_timeout_s,
         )

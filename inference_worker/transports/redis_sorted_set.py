@@ -102,7 +102,6 @@ COPY_S: Final = 30.0
 """How long a copy is tried, its deadline apart."""
 
 COPY_PAUSE_S: Final = 0.25
-REST_PAUSE_S: Final = 0.05
 SHOW_PAUSE_S: Final = 0.05
 ASTRAY_PAUSE_S: Final = 0.25
 """To the next look after one that failed: claims of ours may wait for it."""

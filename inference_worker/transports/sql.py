@@ -75,7 +75,6 @@ COPY_S: Final = 30.0
 """How long a copy is tried, its deadline apart."""
 
 COPY_PAUSE_S: Final = 0.25
-REST_PAUSE_S: Final = 0.05
 SHOW_PAUSE_S: Final = 0.05
 """To the next look where something is due and another has it in his hands."""
 

@@ -53,8 +53,6 @@ from tests.transport_contract import TransportContract, failed, nothing_comes, r
 from tests.unit.gate_kit import RecordedPermit, Told
 from tests.waiting import eventually
 
-SOON_S = 10.0
-
 
 @dataclass
 class System:
